@@ -1,0 +1,1806 @@
+"""Generate: a prompt in, tokens out, and where the time went.
+
+The idea      One request passes many hands: a template makes messages into text, a tokenizer
+              text into ids, the scheduler gives it a place in a step, the model turns rows into
+              logits, sampling draws an id, a stream turns ids back into text. Each hand-over is
+              stamped, so that the slow part is known before anyone optimises another.
+
+The data      messages --template--> text --tokenizer--> ids --add--> waiting
+                 plan:     which tokens of which requests            scheduler.py
+                 prepare:  their rows, and a view of the cache       kv_cache.py
+                 forward:  rows -> hidden -> logits                  model.py
+                 sample:   logits -> one id a request                sample.py
+                 cut:      ids -> what is kept, and why it ended     Stream, below
+                 commit:   tokens and computed move on
+              Event(request, text, token_ids, finish_reason) --> whoever waits for it
+
+Invariants    1. the pieces of a stream, joined, are the decoding of its ids
+              2. no part of a stop string is ever released, and all else is
+              3. a request that ends for whatever reason holds nothing: its slot is free
+              4. text of special tokens inside a message never becomes a special token
+
+Units         seconds (perf_counter), tokens, bytes.
+Article       "From Prompt to Token: The Life of an LLM Request"
+Try           python generate.py --prompt "Why is the sky blue?"
+              python generate.py --demo            a tiny random model, step by step
+Imports       everything but kernels.
+"""
+
+import argparse
+import asyncio
+import codecs
+import dataclasses
+import json
+import operator
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import threading
+import time
+import unicodedata
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache, partial
+from pathlib import Path
+
+import jinja2
+import regex
+import tiktoken
+import torch
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+import kv_cache
+import model as models
+from sample import Logprobs, Row, SamplingParams, mix, sample, sample_seed
+from scheduler import Request, Scheduler
+
+# ---------------------------------------------------------------- the engine
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step did for one request."""
+
+    request: Request
+    text: str  # released by this step; may be empty while a character or stop string is open
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass
+class Output:
+    """A finished sample. token_ids include the stop id; text includes neither it nor a stop."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None  # the stop id or string, or what went wrong
+    logprobs: list[Logprobs] | None
+    usage: dict[str, int]
+    timings: dict[str, float]
+
+
+class Engine:
+    """A model, its cache, and the requests that are on their way.
+
+    model: None (the default model), a folder, a .gguf file, a name of models.json, a hub
+    repository, or a Checkpoint. device: "cpu" or "cuda" (default: cuda if there is one).
+    dtype: "float32", "bfloat16" or "float16" (default: bfloat16 where the device computes with
+    it). threads: CPU threads. kv_memory: bytes of cache (default: from free memory). max_len:
+    most tokens of prompt and output. budget: most tokens a step computes. max_running: most
+    requests at once. seed: of requests that have none. say, progress: called with a line for
+    people, and with (layers loaded, layers).
+
+    ValueError, one sentence, for what cannot be loaded or does not fit.
+    """
+
+    def __init__(
+        self,
+        model=None,
+        *,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        threads: int | None = None,
+        load: str = "auto",
+        kv_memory: int | None = None,
+        max_len: int | None = None,
+        budget: int = 512,
+        max_running: int | None = None,
+        seed: int = 0,
+        say=None,
+        progress=None,
+    ):
+        started = time.perf_counter()
+        self.say = say or (lambda line: None)
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads {threads} must be at least 1")
+            torch.set_num_threads(threads)
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, self.device)
+        checkpoint = model
+        defaults = {}
+        if not isinstance(model, models.Checkpoint):
+            path, entry = models.find(model, revision, say)
+            checkpoint = models.load(path, load)
+            checkpoint.name = entry.get("name", checkpoint.name)
+            defaults = entry.get("generation", {})
+        self.name = checkpoint.name
+        self.config = checkpoint.config
+        self.generation = {**defaults, **checkpoint.generation}
+        self.tokenizer = self.template = None
+        if checkpoint.tokenizer is not None:
+            self.tokenizer = build_tokenizer(checkpoint.tokenizer)
+        if checkpoint.template is not None and self.tokenizer is not None:
+            special = checkpoint.tokenizer.get("special_tokens", {})
+            self.template = ChatTemplate(checkpoint.template, special)
+        self.stop_ids = self._stop_ids(checkpoint)
+        with torch.inference_mode():
+            self.model = models.Model(
+                self.config, checkpoint.tensors, self.device, self.dtype, progress
+            )
+        self.max_running, self.max_len = self._fit(kv_memory, max_len, max_running)
+        self.cache = kv_cache.ContiguousCache(
+            self.config.specs, self.max_running, self.max_len, self.device, self.dtype
+        )
+        self.manager = kv_cache.Slots(self.max_running)
+        self.scheduler = Scheduler(self.manager, budget, self.max_running)
+        self.seed = seed
+        self.requests = 0
+        self.doomed: deque[Request] = deque()  # to abort before the next step
+        self.lock = threading.Lock()  # held by a step
+        self.door = threading.Lock()  # numbers are given in the order of the queue
+        self.load_s = time.perf_counter() - started
+
+    # ---- one step, and what it is made of
+
+    def step(self) -> list[Event]:
+        """Let every planned request catch up by one forward pass."""
+        with self.lock:
+            return self._reap() + self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> list[Event]:
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        self._stamp(plan, "scheduled")
+        try:
+            step = self.cache.prepare(plan)
+            hidden, _ = self.model(step.tokens, step.positions, step)
+            logits = self.model.logits(hidden[step.sample_rows])
+            plan = self._fork(plan)
+            rows = [self._row(request) for request, n in plan if n == request.behind]
+            self._stamp(plan, "prefill")
+            ids, logprobs = sample(logits, rows) if rows else ([], [])
+        except (RuntimeError, MemoryError) as error:  # out of memory, a device that failed
+            reason = (str(error).strip() or "the step failed").splitlines()[0]
+            failed = {sample: None for request, _ in plan for sample in request.family}
+            return [event for request in failed for event in self._end(request, "error", reason)]
+        kept = self._cut(plan, iter(ids), iter(logprobs))
+        self.cache.commit(step, kept)
+        self.scheduler.commit(plan, kept)
+        return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
+
+    def _fork(self, plan):
+        """Where a step completes a prompt, its n samples go on as n requests."""
+        whole = []
+        for request, n in plan:
+            whole.append((request, n))
+            if n < request.behind:
+                continue
+            for index in range(1, request.samples):
+                child = self.scheduler.fork(request, index)
+                child.seed = sample_seed(request.seed, index)
+                child.stream = self._stream(child)
+                self.cache.copy(request.slot, child.slot, request.computed + n)
+                whole.append((child, n))
+        return whole
+
+    def _row(self, request: Request) -> Row:
+        return Row(request.params, request.seed, request.tokens, request.prompt_tokens)
+
+    def _cut(self, plan, ids, logprobs) -> list[tuple[list[int], str | None]]:
+        """Per planned request the ids that stay, and why it ends if it does."""
+        now = time.perf_counter()
+        kept = []
+        for request, n in plan:
+            if n < request.behind:
+                kept.append(([], None))
+                continue
+            stream = request.stream
+            drawn, logprob = next(ids), next(logprobs)
+            if drawn is None:
+                stream.stop_reason = "no token can be drawn: logits are not finite"
+                kept.append(([], "error"))
+                continue
+            request.token_stamps.append(now)
+            if logprob is not None:
+                stream.logprobs.append(logprob)
+            kept.append(stream.cut([drawn]))
+        return kept
+
+    def _event(self, request: Request, ids: list[int]) -> Event:
+        text = request.stream.take(final=request.finish_reason is not None)
+        now = time.perf_counter()
+        if ids:
+            request.stamps.setdefault("detokenised", now)
+        if request.finish_reason is not None:
+            request.stamps["released"] = now
+        event = Event(request, text, ids, request.finish_reason)
+        request.stream.inbox.append(event)
+        return event
+
+    def _end(self, request: Request, finish: str, reason: str | None = None) -> list[Event]:
+        """End a request from outside; its text up to here comes with the event."""
+        if request.finish_reason is not None:
+            return []
+        request.stream.stop_reason = reason
+        self.scheduler.abort(request, finish)
+        return [self._event(request, [])]
+
+    def _stamp(self, plan, stage: str):
+        if stage == "prefill" and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the work is done, not only ordered
+        now = time.perf_counter()
+        for request, n in plan:
+            if stage == "scheduled" or n == request.behind:
+                request.stamps.setdefault(stage, now)
+
+    # ---- requests in and out
+
+    def add(self, prompt, params: SamplingParams | None = None, template=None) -> Request:
+        """Queue a prompt: text, token ids, or messages. Returns its (first) request.
+
+        template: variables for the chat template, such as tools or enable_thinking. ValueError
+        where it can be known that the request cannot run.
+        """
+        received = time.perf_counter()
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(f"params {params!r} are not SamplingParams")
+        params = (params or SamplingParams()).with_defaults(self.generation)
+        self._check_params(params)
+        stamps = {"received": received, "template": received}
+        ids = self._ids(prompt, template, stamps)
+        stamps["tokenised"] = time.perf_counter()
+        self._check_prompt(ids)
+        with self.door:
+            seed = mix(self.seed, self.requests) if params.seed is None else params.seed
+            request = Request(self.requests, ids, params, seed, params.n, stamps=stamps)
+            request.stream = self._stream(request)
+            self.scheduler.add(request)
+            self.requests += 1
+        return request
+
+    def _ids(self, prompt, template: dict | None, stamps: dict) -> list[int]:
+        """A prompt of any kind as token ids."""
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+            rendered = self._need_template().protected(self.tokenizer, prompt, **(template or {}))
+            stamps["template"] = time.perf_counter()
+            return self.tokenizer.encode(rendered[0], restore=rendered[1])
+        if template:
+            raise ValueError(f"template variables {sorted(template)} go with messages only")
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer()
+            ids = tokenizer.encode(prompt)
+            written = ids[: len(tokenizer.prefix)] == tokenizer.prefix
+            return ids if written else tokenizer.prefix + ids
+        try:
+            return [operator.index(i) for i in prompt]
+        except TypeError:
+            raise ValueError(f"prompt {str(prompt)[:60]!r} is not text, token ids or messages")
+
+    def abort(self, request: Request):
+        """End a request and all samples of its prompt; what it held is free at once.
+
+        While a step runs (in another thread, or under a finaliser) it is free after the step.
+        """
+        self.doomed.append(request)
+        self._reap_if_idle()
+
+    def _reap_if_idle(self):
+        while self.doomed and self.lock.acquire(blocking=False):
+            try:
+                self._reap()
+            finally:
+                self.lock.release()
+
+    def _reap(self) -> list[Event]:
+        events = []
+        while self.doomed:
+            for request in self.doomed.popleft().family:
+                events += self._end(request, "abort")
+        return events
+
+    def generate(self, prompts, params=None, template=None) -> list[Output]:
+        """Run prompts to their end: one Output per prompt and sample, samples side by side.
+
+        prompts: text, token ids, messages, or a list of these; params: one, or one for each.
+        """
+        prompts = _as_list(prompts)
+        each = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, each):
+                requests.append(self.add(prompt, one, template))
+            for request in requests:
+                while not request.finished:
+                    self.receive(request)
+            return [self.output(sample) for request in requests for sample in request.family]
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def stream(self, prompt, params=None, template=None) -> "TextStream":
+        """Pieces of one answer's text as they come; its `.output` is the whole afterwards."""
+        if params is not None and params.n > 1:
+            raise ValueError(f"n = {params.n} samples cannot be streamed as one text")
+        return TextStream(self, self.add(prompt, params, template))
+
+    def astream(self, prompt, params=None, template=None) -> "TextStream":
+        """The same for `async for`: steps run in a thread, shared by all that wait."""
+        return self.stream(prompt, params, template)
+
+    def receive(self, request: Request) -> list[Event]:
+        """The next events of a request and its samples: steps until there are some.
+
+        Whoever waits drives the engine, for everybody: events wait in their request's inbox.
+        """
+        inbox = request.stream.inbox
+        with self.lock:
+            self._reap()
+            while not inbox and not request.finished:
+                self._step()
+                self._reap()
+            events = list(inbox)
+            inbox.clear()
+        self._reap_if_idle()  # what was doomed since
+        return events
+
+    def output(self, request: Request) -> Output:
+        """What a request has produced so far."""
+        stream, ids = request.stream, request.output
+        cached = request.computed * kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
+        return Output(
+            text=stream.text,
+            token_ids=list(ids),
+            finish_reason=request.finish_reason,
+            stop_reason=stream.stop_reason,
+            logprobs=stream.logprobs if request.params.logprobs is not None else None,
+            usage={
+                "prompt_tokens": request.prompt_tokens,
+                "output_tokens": len(ids),
+                "cache_bytes": cached,
+            },
+            timings=timings(request),
+        )
+
+    # ---- what is settled once
+
+    def _stop_ids(self, checkpoint) -> set[int]:
+        """Union of config.json, generation_config.json and the tokenizer's end of sequence."""
+        stops = set(self.config.stop_ids)
+        value = checkpoint.generation.get("eos_token_id")
+        stops |= set(value if isinstance(value, list) else [] if value is None else [value])
+        if self.tokenizer is not None:
+            eos = checkpoint.tokenizer.get("special_tokens", {}).get("eos_token")
+            stops |= {self.tokenizer.special[eos]} if eos in self.tokenizer.special else set()
+        return stops
+
+    def _stream(self, request: Request) -> "Stream":
+        params = request.params
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.stop_ids)
+        room = min(params.max_tokens, self.max_len - request.prompt_tokens)
+        tokens = self.tokenizer.tokens if self.tokenizer is not None else []
+        stream = Stream(tokens, stops, params.stop, room)
+        first = request.family[0].stream
+        stream.inbox = deque() if first is None else first.inbox  # one for all samples
+        return stream
+
+    def _fit(self, kv_memory, max_len, max_running) -> tuple[int, int]:
+        """Slots and their length that fit the memory for the cache, said where lowered."""
+        each = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
+        why = "kv_memory"
+        if kv_memory is None:
+            kv_memory, why = _free_memory(self.device), "free memory for the cache"
+        if max_len is not None and not 2 <= max_len <= self.config.positions:
+            raise ValueError(
+                f"max_len {max_len}: from 2 to the model's {self.config.positions} positions"
+            )
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running {max_running} must be at least 1")
+        wanted = max_len or self.config.positions
+        slots = max_running or max(1, min(8, kv_memory // (each * wanted)))
+        fits = kv_memory // (each * slots)
+        if fits < 2:
+            raise ValueError(
+                f"{why} {kv_memory:,} bytes: not two tokens of {each:,} bytes for {slots} requests"
+            )
+        if fits < wanted:
+            self.say(f"max_len {fits:,} instead of {wanted:,}: {why} is {kv_memory / 2**30:.1f} GiB")
+        return slots, min(fits, wanted)
+
+    def _check_params(self, params: SamplingParams):
+        for name in ("stop_token_ids", "logit_bias"):
+            for i in getattr(params, name) or ():
+                if not 0 <= i < self.config.vocab:
+                    raise ValueError(f"{name}: {i} is not an id of 0 to {self.config.vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop {list(params.stop)}: this checkpoint has no tokenizer")
+
+    def _check_prompt(self, ids: list[int]):
+        if len(ids) >= self.max_len:
+            raise ValueError(
+                f"the prompt has {len(ids):,} tokens; the most is {self.max_len - 1:,}"
+                f" (max_len {self.max_len:,}, less one to generate)"
+            )
+        for i in ids:
+            if not isinstance(i, int) or not 0 <= i < self.config.vocab:
+                raise ValueError(f"prompt token {i!r} is not an id of 0 to {self.config.vocab - 1}")
+
+    def _need_tokenizer(self) -> "Tokenizer":
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer.json: prompts must be token ids")
+        return self.tokenizer
+
+    def _need_template(self) -> "ChatTemplate":
+        if self.template is None:
+            raise ValueError(f"{self.name} has no chat template: use a raw prompt")
+        return self.template
+
+    def name_of(self, reason: int | str) -> str:
+        """A stop reason for people: the stop id's text, or the stop string."""
+        if isinstance(reason, str):
+            return repr(reason) if reason else "empty"
+        names = {i: text for text, i in self.tokenizer.special.items()} if self.tokenizer else {}
+        return names.get(reason, f"id {reason}")
+
+    def check(self):
+        """Raise AssertionError where an invariant of scheduler or cache does not hold."""
+        self.scheduler.check()
+        self.manager.check(self.max_running)
+        held = {r for r in self.scheduler.running if r.slot is not None}
+        assert held == set(self.manager.holders.values()), "3: a slot outlived its request"
+
+
+class TextStream:
+    """An iterator over the pieces of one answer, for `for` and for `async for`.
+
+    Dropped, closed early, or cancelled, it ends its request.
+    """
+
+    def __init__(self, engine: Engine, request: Request):
+        self.engine, self.request = engine, request
+        self.pieces: deque[str] = deque()
+        self.output: Output | None = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> str:
+        while not self.pieces and (self.request.stream.inbox or not self.request.finished):
+            self.pieces += [event.text for event in self.engine.receive(self.request) if event.text]
+        if self.output is not None or not self.pieces:
+            self.close()
+            raise StopIteration
+        self.request.stamps.setdefault("streamed", time.perf_counter())
+        return self.pieces.popleft()
+
+    def close(self):
+        """End the request if it runs still; `output` has what there is."""
+        if self.output is None:
+            self.engine.doomed.append(self.request)
+            with self.engine.lock:  # a step that is under way comes to its end first
+                self.engine._reap()
+            self.output = self.engine.output(self.request)
+
+    def __del__(self):
+        self.engine.abort(self.request)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            piece = await asyncio.to_thread(next, self, None)
+        except asyncio.CancelledError:
+            self.engine.abort(self.request)
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self):
+        await asyncio.to_thread(self.close)
+
+
+def _as_list(prompts) -> list:
+    """One prompt (text, ids or messages) or a list of them -> a list of them."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        raise ValueError(f"prompts {prompts!r}: text, token ids, messages, or a list of these")
+    return [prompts] if isinstance(prompts[0], (int, dict)) else list(prompts)
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    name = str(name) if name else ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: this PyTorch sees no CUDA device")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
+
+
+def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is None:
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if models.cpu_has_bfloat16() else torch.float32
+    if name not in known and name not in known.values():
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
+    return known.get(name, name)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes the cache may take: nine tenths of what is free on a GPU, half of it on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024 // 2
+    except OSError:
+        pass  # not Linux
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return 4 * 2**30
+
+
+# ---------------------------------------------------------------- ids back to text
+
+
+class Stream:
+    """Turns one request's ids into text that is safe to show, and says when it ends.
+
+    Text is released as soon as nothing can take it back: bytes wait for the rest of their
+    character, and text waits while it may be the beginning of a stop string.
+
+    Example: stop "END", tokens "a", "EN", "T", "END": released "a", "", "ENT", "".
+    """
+
+    def __init__(self, tokens: list[bytes | None], stop_ids: set[int], stops, room: int):
+        self.tokens, self.stop_ids, self.stops, self.room = tokens, stop_ids, stops, room
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.held = ""  # decoded, not released
+        self.text = ""  # released
+        self.ended = False
+        self.count = 0
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[Logprobs] = []
+
+    def cut(self, ids: list[int]) -> tuple[list[int], str | None]:
+        """The ids that stay, and "stop", "length" or None; what follows an end is dropped."""
+        for i, token in enumerate(ids):
+            finish = self._take(token)
+            if finish:
+                return ids[: i + 1], finish
+        return ids, None
+
+    def _take(self, token: int) -> str | None:
+        self.count += 1
+        if token in self.stop_ids:
+            self.stop_reason = token
+            return self._flush("stop")
+        known = self.tokens[token] if token < len(self.tokens) else None
+        self.held += self.decoder.decode(known or b"")
+        if self._stop():
+            return "stop"
+        return self._flush("length") if self.count >= self.room else None
+
+    def _flush(self, finish: str) -> str:
+        """A character that never completed becomes U+FFFD, which may complete a stop string."""
+        self.held += self.decoder.decode(b"", final=True)
+        return "stop" if self._stop() else finish
+
+    def _stop(self) -> bool:
+        """Cut at the stop string that is complete first; of those the one that began first."""
+        found = [(self.held.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
+        found = [entry for entry in found if entry[0] >= -entry[1]]
+        if not found:
+            return False
+        end, length, self.stop_reason = min(found)
+        self.held = self.held[: end + length]
+        self.ended = True
+        return True
+
+    def take(self, final: bool = False) -> str:
+        """Release what can be released; at the end, all of it."""
+        if final and not self.ended:
+            self._flush("")
+        keep = 0 if final else self._open()
+        piece = self.held[: len(self.held) - keep]
+        self.held = self.held[len(piece) :]
+        self.text += piece
+        return piece
+
+    def _open(self) -> int:
+        """Length of the longest end of `held` that begins a stop string."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for start in range(max(0, len(self.held) - longest), len(self.held)):
+            if any(stop.startswith(self.held[start:]) for stop in self.stops):
+                return len(self.held) - start
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Tokenizer
+#
+# text --added tokens cut out--> parts --normalizer, pre-tokenizer--> pieces --BPE--> ids
+# "Hi<|end|>you all"             "Hi" <|end|> "you all"  "Hi" <|end|> "you" " all"   [..., 2, ...]
+# ---------------------------------------------------------------------------------------------
+
+# Byte-level BPE writes each byte as one printable character (GPT-2, Radford et al. 2019): the
+# printable Latin-1 ones stand for themselves, the other 68 follow from U+0100 on (space is "Ġ").
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+ALPHABET = {byte: chr(byte) for byte in PRINTABLE}
+ALPHABET |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
+BYTE_CHARACTERS = set(ALPHABET.values())
+# A Latin-1 character outside the alphabet is sent out of Latin-1, so that encoding it fails.
+TO_BYTES = {code: "\uffff" for code in range(256)} | {ord(c): b for b, c in ALPHABET.items()}
+
+GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
+WHITE += "".join(map(chr, range(0x2000, 0x200B)))  # Unicode White_Space; str.isspace has \x1c too
+WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+# What Oniguruma, the regex engine of tokenizer.json, reads otherwise than `regex` does.
+UNLIKE = re.compile(r"\{[\d,]+\}\+|\{\d+\}\?|\\[hHKOXRyYzZ]|\[[^\]]*(--|\|\||~~)")
+
+
+class Tokenizer:
+    """Byte-level BPE as a Hugging Face tokenizer.json describes it; merging is tiktoken's.
+
+    `spec` is the parsed file. The ids equal the `tokenizers` library's, with two exceptions:
+    characters newer than either side's Unicode tables, and a special token is never made out of
+    plain text by merges. Attributes:
+
+    tokens: bytes of each id, None for special and unused ids
+    special: id of each special token's text
+    prefix, suffix: ids the post-processor puts around one text; `encode` does not add them
+
+    A tokenizer of the bytes "a", "b" and the merge "a b" encodes "abba" to [ab, b, a].
+    Raises ValueError, naming it, for whatever is not byte-level BPE or not supported.
+    """
+
+    def __init__(self, spec: dict):
+        model = spec["model"]
+        _require_byte_level(spec)
+        vocab = model["vocab"]
+        added = _added_tokens(spec, vocab)
+        self.special = {token["content"]: token["id"] for token in added if token["special"]}
+        self.prefix, self.suffix = _affixes(spec.get("post_processor"))
+        self._normalize = _normalizer(spec.get("normalizer"))
+        texts = {token_id: text for text, token_id in vocab.items()}
+        for token in added:
+            text = token["content"]
+            texts[token["id"]] = self._normalize(text) if token.get("normalized", True) else text
+        hidden = set(self.special.values())
+        self.tokens = [None] * (max(texts, default=-1) + 1)
+        for token_id, text in texts.items():
+            if token_id not in hidden:
+                self.tokens[token_id] = _as_bytes(text)
+        self._steps = _pre_tokenizer(spec.get("pre_tokenizer"))
+        as_is = [token for token in added if not token.get("normalized", True)]
+        normal = [token for token in added if token.get("normalized", True)]
+        self._matchers = _matcher(as_is, str), _matcher(normal, self._normalize)
+        self._build_bpe(model)
+        self._memo = lru_cache(maxsize=1 << 16)(self._merge)
+
+    def _build_bpe(self, model):
+        vocab = model["vocab"]
+        alphabet = [c for c in ALPHABET.values() if c in vocab and c not in self.special]
+        if not alphabet:
+            raise ValueError("this vocabulary has no token for any byte, it is not byte-level BPE")
+        self._missing = bytes(set(range(256)) - {TO_BYTES[ord(c)] for c in alphabet})
+        order = alphabet + _reachable(model["merges"], vocab, self.special, alphabet)
+        self._ids = [vocab[text] for text in order]
+        ranks = {_as_bytes(text): rank for rank, text in enumerate(order)}
+        self._bpe = tiktoken.Encoding(
+            "octavo", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={}
+        )
+        self._whole = {}  # pieces that are a token at once, whatever the merges say
+        if model.get("ignore_merges"):
+            texts = [t for t in vocab if t not in self.special and BYTE_CHARACTERS.issuperset(t)]
+            self._whole = {_as_bytes(text): vocab[text] for text in texts}
+        self._warned = False
+
+    def encode(self, text: str, special: bool = True, restore: dict | None = None) -> list[int]:
+        """Token ids of text. special=False leaves the text of special tokens plain text.
+
+        `restore` is a `str.translate` table applied after the special tokens were cut out; what
+        it changes stays plain text (`ChatTemplate.encode` protects the messages with it).
+        """
+        _check_text(text)
+        ids = []
+        for part in self._parts(text, special):
+            if isinstance(part, int):
+                ids.append(part)
+            elif restore and part.translate(restore) != part:
+                ids += self.encode(part.translate(restore), special=False)
+            else:
+                for piece in self._pieces(part):
+                    ids += self._memo(piece) if len(piece) <= 64 else self._merge(piece)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids: special and unknown ids skipped, broken UTF-8 replaced by U+FFFD."""
+        tokens = (self.tokens[i] for i in ids if 0 <= i < len(self.tokens))
+        return b"".join(token for token in tokens if token).decode("utf-8", "replace")
+
+    def _parts(self, text, special):
+        """Ids of added tokens and normalized text between; the raw ones are found first."""
+        first, second = self._matchers
+        for part in _cut(first, text, special):
+            if isinstance(part, int):
+                yield part
+            else:
+                yield from _cut(second, self._normalize(part), special)
+
+    def _pieces(self, text):
+        pieces = [text]
+        for step in self._steps:
+            pieces = [piece for whole in pieces for piece in step(whole) if piece]
+        return pieces
+
+    def _merge(self, piece):
+        data = piece.encode()
+        if data in self._whole:
+            return (self._whole[data],)
+        kept = data.translate(None, self._missing)
+        if len(kept) < len(data) and not self._warned:
+            self._warned = True
+            warnings.warn(f"this vocabulary has no token for some bytes of {piece[:20]!r}: dropped")
+        # The public calls of tiktoken take text only; what is left may be no valid UTF-8.
+        return tuple(self._ids[r] for r in self._bpe._encode_single_piece(kept)) if kept else ()
+
+
+def _reachable(merges, vocab, special, alphabet):
+    """Tokens that the merges produce, by the rank of the one merge that produces each.
+
+    Why one: BPE looks at nothing outside of a token while it builds it, so a token's bytes
+    always go through the same last pair. tiktoken joins any pair whose text is a token, thus
+    a token must be left out when that last pair is not a listed merge. With the merges
+    ["b c", "a b", "ab c"] the text abc becomes [a, bc]: abc is listed but never produced.
+    """
+    listed = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    # Of equal merges the last counts; no merge makes a special token out of plain text.
+    pairs = {pair: rank for rank, pair in enumerate(listed) if "".join(pair) not in special}
+    made = {text: (-1, None, None) for text in alphabet}
+    doubtful = {}
+    for rank, (left, right) in enumerate(listed):
+        text = left + right
+        if text not in vocab:
+            raise ValueError(f"merge {left!r} {right!r}: its token is not in the vocabulary")
+        if text in made or pairs.get((left, right)) != rank:
+            continue
+        if left in made and right in made and not _crossed(left, right, made, pairs):
+            made[text] = rank, left, right
+        else:
+            doubtful[text] = None
+    ranks = {text: rank for text, (rank, _, _) in made.items() if rank >= 0}
+    for text in doubtful.keys() - made.keys():
+        pair = _last_pair(text, pairs)
+        if pair in pairs:
+            ranks[text] = pairs[pair]
+    return sorted(ranks, key=ranks.get)
+
+
+def _last_pair(text, pairs):
+    """The two tokens before the last merge of text, by trying; None if it gets stuck before."""
+    parts = list(text)
+    while len(parts) > 2:
+        neighbours = enumerate(zip(parts, parts[1:]))
+        found = [(pairs[pair], place) for place, pair in neighbours if pair in pairs]
+        if not found:
+            return None
+        _, place = min(found)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return tuple(parts)
+
+
+def _crossed(left, right, made, pairs):
+    """Whether some merge joins the end of left to the start of right before both are whole.
+
+    Every token in `made` has a larger rank than its parts, so ranks are times. Goes back in
+    time: undoes the later of the two last merges (of equal ones the right: BPE works from the
+    left) and asks whether the neighbours then had a merge that came first.
+    """
+    while True:
+        left_rank, _, inner = made[left]
+        right_rank, outer, _ = made[right]
+        if left_rank == right_rank == -1:
+            return False
+        if left_rank > right_rank:
+            left, limit = inner, left_rank
+        else:
+            right, limit = outer, right_rank + 1
+        if pairs.get((left, right), limit) < limit:
+            return True
+
+
+def _cut(matcher, text, special):
+    """Ids of the added tokens in text, in order, and the text between them."""
+    pattern, tokens = matcher
+    done = 0
+    for match in pattern.finditer(text) if pattern else ():
+        token = tokens[match.group()]
+        start, end = match.span()
+        if token["special"] and not special:
+            continue
+        if token.get("single_word") and (
+            start > 0 and WORD.match(text, start - 1) or WORD.match(text, end)
+        ):
+            continue
+        if token.get("lstrip"):
+            while start > done and text[start - 1] in WHITE:
+                start -= 1
+            start = max(start, done)
+        while token.get("rstrip") and end < len(text) and text[end] in WHITE:
+            end += 1
+        if done < start:
+            yield text[done:start]
+        if start < end:  # else the token before took these spaces
+            yield token["id"]
+            done = end
+    if done < len(text):
+        yield text[done:]
+
+
+def _matcher(added, normalize):
+    """A pattern for the added tokens, the longest first, and the token of each text."""
+    tokens = {normalize(token["content"]): token for token in added}
+    return _any_of(tokens) if tokens else None, tokens
+
+
+def _any_of(texts):
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+
+
+def _added_tokens(spec, vocab):
+    """Added tokens with the ids the reference gives them: the vocabulary's, else counted on."""
+    fresh = len(vocab)
+    added = {}
+    for token in spec.get("added_tokens") or ():
+        content = token["content"]
+        if content:
+            token_id = added.get(content, {"id": vocab.get(content, fresh)})["id"]
+            fresh = max(fresh, token_id + 1)
+            added[content] = token | {"id": token_id}
+    return list(added.values())
+
+
+def _as_bytes(text):
+    """Bytes a token decodes to; one that is not all byte characters stands for its own text."""
+    try:
+        return text.translate(TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
+
+
+def _check_text(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text has a lone surrogate at {error.start}: no UTF-8") from None
+
+
+# Reading the parts of a tokenizer.json
+
+
+def _require_byte_level(spec):
+    """Refuse, by name, what changes ids and is not byte-level BPE."""
+    model = spec["model"]
+    kind = model.get("type", "BPE" if "merges" in model else "unknown")
+    decoder = (spec.get("decoder") or {}).get("type", "none")
+    if kind != "BPE" or decoder != "ByteLevel":
+        raise ValueError(f"this tokenizer is {kind} with decoder {decoder}, not byte-level BPE")
+    options = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"
+    for option in options:
+        if model.get(option):
+            raise ValueError(f"this tokenizer has {option} {model[option]!r}, not byte-level BPE")
+    if model.get("unk_token") and not BYTE_CHARACTERS <= model["vocab"].keys():
+        raise ValueError(f"unk_token {model['unk_token']!r} with bytes missing is not supported")
+
+
+def _affixes(node):
+    """Ids a post-processor puts before and after a single text."""
+    kind = (node or {}).get("type", "ByteLevel")
+    if kind == "ByteLevel":
+        return [], []
+    if kind == "Sequence":
+        prefix, suffix = [], []
+        for inner in map(_affixes, node["processors"]):
+            prefix, suffix = inner[0] + prefix, suffix + inner[1]
+        return prefix, suffix
+    if kind != "TemplateProcessing":
+        raise ValueError(f"post-processor {kind} is not supported")
+    prefix, suffix = [], []
+    side = prefix
+    for item in node["single"]:
+        if "Sequence" in item:
+            side = suffix
+        else:
+            side += node["special_tokens"][item["SpecialToken"]["id"]]["ids"]
+    return prefix, suffix
+
+
+def _normalizer(node):
+    """A normalizer node as a function of text."""
+    kind = (node or {}).get("type")
+    if kind is None:
+        return str
+    if kind in ("NFC", "NFD", "NFKC", "NFKD"):
+        return partial(unicodedata.normalize, kind)
+    if kind != "Sequence":
+        raise ValueError(f"normalizer {kind} is not supported")
+    steps = [_normalizer(inner) for inner in node["normalizers"]]
+
+    def run(text):
+        for step in steps:
+            text = step(text)
+        return text
+
+    return run
+
+
+def _pre_tokenizer(node):
+    """A pre-tokenizer node as functions, each from a piece to its pieces; ByteLevel is last."""
+    nodes = list(_flat(node))
+    kinds = [inner["type"] for inner in nodes]
+    if kinds.count("ByteLevel") != 1 or kinds[-1] != "ByteLevel":
+        raise ValueError(f"pre-tokenizer {kinds} is not supported: ByteLevel must be the last")
+    return [_split_step(inner) for inner in nodes]
+
+
+def _flat(node):
+    kind = (node or {}).get("type")
+    if kind == "Sequence":
+        for inner in node["pretokenizers"]:
+            yield from _flat(inner)
+    elif kind:
+        yield node
+
+
+def _split_step(node):
+    kind = node["type"]
+    if kind == "ByteLevel":
+        split = partial(_split, _compile(GPT2), "Isolated", False)
+        step = split if node.get("use_regex", True) else lambda text: [text]
+        if node.get("add_prefix_space", True):
+            return lambda text: step(text if text.startswith(" ") else " " + text)
+        return step
+    if kind == "Digits":
+        behavior = "Isolated" if node.get("individual_digits") else "Contiguous"
+        return partial(_split, _compile(r"\p{N}"), behavior, False)
+    if kind == "WhitespaceSplit":
+        return partial(_split, _compile(r"\s"), "Removed", False)
+    if kind != "Split":
+        raise ValueError(f"pre-tokenizer {kind} is not supported")
+    (form, text), = node["pattern"].items()
+    pattern = _compile(text if form == "Regex" else regex.escape(text))
+    if node["behavior"] not in BEHAVIORS:
+        raise ValueError(f"split behavior {node['behavior']!r} is not supported")
+    return partial(_split, pattern, node["behavior"], node.get("invert", False))
+
+
+def _compile(pattern):
+    unlike = UNLIKE.search(pattern)
+    if unlike:
+        raise ValueError(f"pattern {pattern!r} is not supported because of {unlike.group()!r}")
+    try:
+        return regex.compile(pattern, regex.V1 | regex.MULTILINE)
+    except regex.error as error:
+        raise ValueError(f"pattern {pattern!r} is not supported: {error}") from None
+
+
+BEHAVIORS = "Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"
+
+
+def _split(pattern, behavior, invert, text):
+    """Pieces of text around the matches of pattern, put together as `behavior` says.
+
+    "1a22" at digits: Isolated 1 a 2 2, Removed a, Contiguous 1 a 22, MergedWithPrevious
+    1a 2 2 with "a" as the pattern, MergedWithNext 1 a2 2.
+    """
+    spans, done = [], 0
+    for match in pattern.finditer(text):
+        start, end = match.span()
+        if start == end == done and spans:
+            continue  # an empty match at the end of a match is none
+        if start > done:
+            spans.append((done, start, invert))
+        spans.append((start, end, not invert))
+        done = end
+    if done < len(text):
+        spans.append((done, len(text), invert))
+    if behavior == "Removed":
+        spans = [span for span in spans if not span[2]]
+    elif behavior == "MergedWithNext":
+        spans = _glued(spans[::-1], behavior)[::-1]
+    elif behavior != "Isolated":
+        spans = _glued(spans, behavior)
+    return [text[start:end] for start, end, _ in spans]
+
+
+def _glued(spans, behavior):
+    """Neighbours as one: of a kind (Contiguous), or a match with what came before it here."""
+    glued, before = [], None
+    for start, end, matched in spans:
+        if matched == before if behavior == "Contiguous" else matched and before is False:
+            start, end = min(start, glued[-1][0]), max(end, glued[-1][1])
+            glued.pop()
+        glued.append((start, end, matched))
+        before = matched
+    return glued
+
+
+# Tokenizers that are not byte-level BPE
+
+
+def build_tokenizer(spec: dict):
+    """Tokenizer of a parsed tokenizer.json; what it refuses goes to `tokenizers`, if installed.
+
+    Raises ValueError saying what the tokenizer is when that package is needed and absent.
+    """
+    try:
+        return Tokenizer(spec)
+    except ValueError as error:
+        reason = error
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"{reason}; `pip install tokenizers` makes it work") from reason
+    try:
+        library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{reason}; `tokenizers` refuses it too: {error}") from error
+    return LibraryTokenizer(library)
+
+
+class LibraryTokenizer:
+    """The face of `Tokenizer` over the `tokenizers` library.
+
+    Two things are approximate: `tokens` (one token decoded alone: "▁" is a space, "<0x0A>" a
+    byte), and, in a text with `restore`, the space some models put before a text is put before
+    each restored part. Some models make special tokens of plain text: with `restore` a refusal.
+    """
+
+    def __init__(self, library):
+        self._library = library
+        added = library.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        vocab = library.get_vocab()
+        self.tokens = [None] * (max(vocab.values()) + 1)
+        for text, token_id in vocab.items():
+            if text not in self.special:
+                self.tokens[token_id] = _as_piece(text)
+        ids = library.encode("a").ids
+        plain = library.encode("a", add_special_tokens=False).ids
+        starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
+        start = starts[0] if starts else 0
+        self.prefix, self.suffix = ids[:start], ids[start + len(plain) :]
+
+    def encode(self, text, special=True, restore=None):
+        _check_text(text)
+        self._library.encode_special_tokens = not special
+        if not restore or text.translate(restore) == text:
+            return self._library.encode(text, add_special_tokens=False).ids
+        ids, done = [], 0
+        for match in _any_of(self.special).finditer(text):
+            ids += self._restored(text[done : match.start()], restore)
+            ids.append(self.special[match.group()])
+            done = match.end()
+        return ids + self._restored(text[done:], restore)
+
+    def _restored(self, part, restore):
+        plain = part.translate(restore)
+        ids = self.encode(plain, special=plain == part) if part else []
+        if plain != part and not set(self.special.values()).isdisjoint(ids):
+            raise ValueError("a message holds a special token that this tokenizer must read as one")
+        return ids
+
+    def decode(self, ids):
+        return self._library.decode(ids, skip_special_tokens=True)
+
+
+def _as_piece(text):
+    if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("\u2581", " ").encode()
+
+
+# ---------------------------------------------------------------------------------------------
+# Chat template
+# ---------------------------------------------------------------------------------------------
+
+
+class ChatTemplate:
+    """A model's Jinja template, from messages to the text it was trained on.
+
+    `source` is the template, `special` its variables bos_token, eos_token and so on. The text
+    is what `transformers` renders. Raises ValueError for a template that does not parse.
+    """
+
+    def __init__(self, source: str, special: dict[str, str]):
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["namespace"] = Namespace
+        environment.globals["dict"] = lambda *items, **named: dict(*items, **named)
+        self._source = source
+        self._special = special
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template does not parse: {error}") from error
+
+    def render(self, messages, tools=None, add_generation_prompt=True, **variables) -> str:
+        """Text of the messages, [{"role": "user", "content": "Hi"}] as "<|user|>Hi<|end|>", say.
+
+        `content` is a text, None, or a list of {"type": "text", "text": ...}, which are joined.
+        Raises ValueError for other shapes, and with the template's own words where it refuses.
+        """
+        messages = _checked(messages)
+        return self._render(messages, tools, add_generation_prompt, variables)
+
+    def protected(
+        self, tokenizer, messages, tools=None, add_generation_prompt=True, **variables
+    ) -> tuple[str, dict]:
+        """The rendered messages, in which only the template writes special tokens.
+
+        "<|im_end|>" in a message cannot end its turn: before rendering, the first character of
+        each special token in a message is exchanged for a stand-in, one unused character per
+        character. The second result puts them back: `tokenizer.encode(text, restore=...)` does
+        so when the genuine special tokens have been cut out.
+        """
+        given = [_checked(messages), tools, variables]
+        shield = Shield(tokenizer, self._source, given)
+        messages, tools, variables = shield.protect(given)
+        text = self._render(messages, tools, add_generation_prompt, variables)
+        return text, shield.restore
+
+    def encode(self, tokenizer, messages, **variables) -> list[int]:
+        """Ids of the messages; the text of a special token inside them stays text."""
+        text, restore = self.protected(tokenizer, messages, **variables)
+        return tokenizer.encode(text, restore=restore)
+
+    def _render(self, messages, tools, add_generation_prompt, variables):
+        names = self._special | variables
+        names = {"documents": None} | names
+        names |= {"messages": messages, "tools": tools}
+        names["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._template.render(names)
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"chat template: {error}") from error
+
+
+# What running somebody's template on somebody's messages can raise.
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+
+
+class Shield:
+    """Exchanges characters of given texts so that no special token stands or arises in them.
+
+    Exchanged: the first character of a special token inside a text; the first (last) one of a
+    text that starts with the end (ends with the start) of a special token, which the text
+    before (after) could complete; and of a `content` that is the middle of one.
+    """
+
+    def __init__(self, tokenizer, source, given):
+        self._texts = {text for text in tokenizer.special if text}
+        self._normalize = getattr(tokenizer, "_normalize", str)
+        self._texts |= {self._normalize(text) for text in self._texts}
+        self._pattern = _any_of(self._texts)
+        self._joined = "\0" + "\0".join(sorted(self._texts)) + "\0"
+        self._longest = max(map(len, self._texts), default=0)
+        used = set(source).union(self._joined)
+        _mapped(given, lambda text, _: used.update(text))
+        unused = (chr(code) for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
+        self._stand_in = dict(zip(sorted(set(self._joined)), unused))
+        self.restore = {ord(new): old for old, new in self._stand_in.items()}
+
+    def protect(self, given):
+        return _mapped(given, self._protected) if self._texts else given
+
+    def _protected(self, text, key):
+        if self._pattern.search(self._normalize(text)):
+            text = self._normalize(text)
+        places = self._inside(text) | self._at_ends(text)
+        if key == "content" and 0 < len(text.strip()) < self._longest:
+            if text.strip() in self._joined:
+                places.add(text.index(text.strip()))
+        if not places:
+            return text
+        return "".join(self._stand_in[c] if i in places else c for i, c in enumerate(text))
+
+    def _inside(self, text):
+        places = set()
+        match = self._pattern.search(text)
+        while match:
+            places.add(match.start())
+            match = self._pattern.search(text, match.start() + 1)
+        return places
+
+    def _at_ends(self, text):
+        """Ends as they are and without white space: templates trim."""
+        places = set()
+        for start in (0, len(text) - len(text.lstrip())):
+            for end in range(start + 1, min(start + self._longest, len(text) + 1)):
+                if text[start:end] not in self._joined:
+                    break
+                if text[start:end] + "\0" in self._joined:
+                    places.add(start)
+        for end in (len(text), len(text.rstrip())):
+            for start in range(end - 1, max(end - self._longest, -1), -1):
+                if text[start:end] not in self._joined:
+                    break
+                if "\0" + text[start:end] in self._joined:
+                    places.add(end - 1)
+        return places
+
+
+def _mapped(value, change, key=None):
+    """`value` with every text in it, keys too, replaced by change(text, its key)."""
+    if isinstance(value, str):
+        return change(value, key)
+    if isinstance(value, dict):
+        return {
+            _mapped(name, change): _mapped(inner, change, name) for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_mapped(inner, change, key) for inner in value]
+    return value
+
+
+def _checked(messages):
+    """The messages with contents made one text; ValueError for what is no list of messages."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages must be a list of messages, not {messages!r}")
+    return [_checked_message(message) for message in messages]
+
+
+def _checked_message(message):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message must be a dict with a text as its role, not {message!r}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(map(_part_text, content))
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"content must be a text, None or a list of parts, not {content!r}")
+    return message | {"content": content} if "content" in message else message
+
+
+def _part_text(part):
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"a content part of type {kind!r} is not supported, only text")
+    return part["text"]
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscored names, through which templates left the sandbox."""
+
+    def __init__(self, *items, **named):
+        names = dict(*items, **named)
+        for name in names:
+            _check_name(name)
+        super().__init__(names)
+
+    def __setitem__(self, name, value):
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name):
+    if str(name).startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"a template may not store a name such as {name!r}")
+
+
+class Generation(Extension):
+    """{% generation %} marks what an assistant said, for training: its body is rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # Jinja's own escapes < and > for HTML, which no model was trained on.
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+# ---------------------------------------------------------------- where the time went
+
+
+def timings(request: Request) -> dict[str, float]:
+    """Seconds from one hand-over to the next; what has not happened yet is left out.
+
+    TTFT is received to first text handed on; TPOT the gap between sampled tokens.
+    """
+    s, tokens = request.stamps, request.token_stamps
+    times: dict[str, float] = {}
+    marks = [(name, s.get(stage)) for name, stage in STAGES]
+    if tokens:
+        marks[5] = ("sample_s", tokens[0])
+    before = s["received"]
+    for name, at in marks[1:]:
+        if at is None:
+            break
+        times[name], before = at - before, at
+    first = s.get("streamed", s.get("detokenised"))
+    if first is not None:
+        times["ttft_s"] = first - s["received"]
+    gaps = sorted(b - a for a, b in zip(tokens, tokens[1:]))
+    if gaps:
+        times["tpot_mean_s"] = sum(gaps) / len(gaps)
+        times["tpot_p50_s"] = statistics.median(gaps)
+        times["tpot_p99_s"] = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+        times["decode_s"] = tokens[-1] - tokens[0]
+        times["decode_tokens_per_s"] = len(gaps) / times["decode_s"]
+    if "released" in s:
+        times["total_s"] = s["released"] - s["received"]
+    return times
+
+
+STAGES = (  # the part of TTFT that ends with a stamp
+    ("", "received"),
+    ("template_s", "template"),
+    ("tokenise_s", "tokenised"),
+    ("queue_s", "scheduled"),
+    ("prefill_s", "prefill"),
+    ("sample_s", "first token"),
+    ("detokenise_s", "detokenised"),
+    ("stream_s", "streamed"),
+)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that this machine streams from memory, with the threads in use.
+
+    256 MiB are reduced six times and the best counts. Measured once, then kept.
+    """
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
+    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    kept = models.CACHE / "bandwidth.json"
+    known: dict[str, float] = {}
+    if kept.is_file():
+        try:
+            known = json.loads(kept.read_text())
+            if known[key] > 1e6:
+                return float(known[key])
+        except (OSError, ValueError, KeyError, TypeError):
+            known = known if isinstance(known, dict) else {}
+    block = torch.ones(2048, 2**15, device=device)
+    best = 0.0
+    for reduce in (block.sum, block.amax) * 3:
+        started = time.perf_counter()
+        reduce(-1).sum().item()
+        best = max(best, block.numel() * 4 / (time.perf_counter() - started))
+    try:
+        models.write_whole(kept, json.dumps({**known, key: best}, indent=1).encode())
+    except OSError:
+        pass  # a read-only home: measured again next time
+    return best
+
+
+def summary(engine: Engine, output: Output) -> str:
+    """What a person wants to know after the answer: sizes, times, and the bound on decode."""
+    t, usage = output.timings, output.usage
+    reason = output.finish_reason or "running"
+    if output.stop_reason is not None:
+        reason += f" ({engine.name_of(output.stop_reason)})"
+    lines = [
+        f"tokens   {usage['prompt_tokens']} prompt + {usage['output_tokens']} output, {reason}",
+    ]
+    if "ttft_s" in t:
+        parts = [(name[:-2], t[name]) for name, _ in STAGES[1:] if name in t]
+        text = " + ".join(f"{name} {1e3 * s:.1f}" for name, s in parts if s >= 5e-5)
+        lines.append(f"TTFT     {1e3 * t['ttft_s']:.1f} ms = {text}")
+    if "tpot_mean_s" in t:
+        lines.append(
+            f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
+            f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
+        )
+    each = kv_cache.bytes_per_token(engine.config.specs, engine.dtype.itemsize)
+    room = each * engine.max_len
+    lines.append(
+        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({each:,} bytes a token)"
+        f" of {room / 1e6:.0f} MB a request can have"
+    )
+    if "tpot_mean_s" in t:
+        length = usage["prompt_tokens"] + usage["output_tokens"] / 2
+        read = engine.model.read_bytes + each * length
+        bandwidth = read_bandwidth(engine.device)
+        bound = read / bandwidth
+        lines.append(
+            f"bound    a decode step reads {read / 1e6:.0f} MB: {1e3 * bound:.1f} ms at"
+            f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / t['tpot_p50_s']:.0%} of it"
+        )
+    return "\n".join(lines)
+
+
+def trace(request: Request, load_s: float) -> str:
+    """The request's timeline, stage by stage: when each ended, how long it took, drawn."""
+    s, tokens = request.stamps, request.token_stamps
+    marks = [(stage, s[stage]) for _, stage in STAGES if stage in s]
+    if tokens:
+        marks.append(("first token", tokens[0]))
+        marks += [(f"token {i + 1}", at) for i, at in enumerate(tokens) if i + 1 in (2, 4, 8, 16)]
+        if len(tokens) > 2:
+            marks.append((f"last token ({len(tokens)})", tokens[-1]))
+    if "released" in s:
+        marks.append(("released", s["released"]))
+    marks.sort(key=lambda mark: mark[1])
+    start, end = marks[0][1], max(marks[-1][1], marks[0][1] + 1e-9)
+    lines = [f"{'stage':<18}{'ended at':>11}{'took':>11}   (the model was loaded in {load_s:.2f} s)"]
+    before = start
+    for stage, at in marks:
+        left = round(50 * (before - start) / (end - start))
+        bar = " " * left + "#" * max(1, round(50 * (at - start) / (end - start)) - left)
+        lines.append(
+            f"{stage:<18}{1e3 * (at - start):>8.1f} ms{1e3 * (at - before):>8.1f} ms   {bar}"
+        )
+        before = at
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+SAMPLING = {  # SamplingParams' plain fields: type, help
+    "max_tokens": (int, "most tokens to generate (default 256)"),
+    "temperature": (float, "0: always the likeliest token"),
+    "top_k": (int, "sample among the k likeliest tokens"),
+    "top_p": (float, "sample among the likeliest tokens that share p"),
+    "min_p": (float, "leave out tokens below this part of the best one's chance"),
+    "repetition_penalty": (float, "above 1: avoid what was said"),
+    "presence_penalty": (float, "avoid tokens already generated"),
+    "frequency_penalty": (float, "the same, for each occurrence"),
+    "logprobs": (int, "with --json: log-probabilities, and of the N likeliest tokens"),
+    "n": (int, "samples of the prompt (default 1)"),
+    "seed": (int, "draw the same tokens again"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="generate.py",
+        description="Answer a prompt and say where the time went. Without --prompt: a chat.",
+        allow_abbrev=False,
+    )
+    add = p.add_argument
+    add("--prompt", help="what to answer; - reads it from standard input")
+    add("--system", help="system message before the prompt")
+    add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
+    add("--model", help="folder, .gguf file, name in models.json or hub repository")
+    add("--revision", help="branch, tag or commit of the hub repository")
+    for name, (kind, text) in SAMPLING.items():
+        add("--" + name.replace("_", "-"), type=kind, help=text)
+    add("--logit-bias", action="append", default=[], metavar="ID=BIAS", help="add to a logit")
+    add("--stop", action="append", default=[], help="end before this text (repeatable)")
+    add("--stop-token-id", type=int, action="append", default=[], help="end at this token")
+    add("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    add("--template", action="append", default=[], metavar="NAME=VALUE",
+        help="variable of the chat template, such as enable_thinking=false")  # fmt: skip
+    add("--device", help="cpu, cuda or cuda:N")
+    add("--dtype", help="float32, bfloat16 or float16")
+    add("--threads", type=int, help="CPU threads")
+    add("--max-len", type=int, help="most tokens of prompt and output")
+    add("--kv-memory", help="bytes for the cache, such as 2GiB")
+    add("--budget", type=int, default=512, help="most prompt tokens a step computes (default 512)")
+    add("--trace", action="store_true", help="print the request's timeline")
+    add("--quiet", action="store_true", help="the answer only")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--demo", action="store_true", help="a tiny random model, a line a step: no download")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    p = parser()
+    args = p.parse_args(argv)
+    if args.demo:
+        print(demo(), flush=True)
+        return 0
+    chat = args.prompt is None
+    if chat and (not sys.stdin.isatty() or args.json or args.raw):
+        p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
+    if args.logprobs is not None and not args.json:
+        p.error("--logprobs is shown by --json only")
+    if args.raw and (args.system is not None or args.template):
+        p.error("--raw takes no --system and no --template")
+    if (args.n or 1) > 1 and (chat or args.trace):
+        p.error(f"--n {args.n}: a chat and --trace follow one sample")
+    try:
+        params, memory, template = _params(args), _bytes(args.kv_memory), _variables(args.template)
+    except ValueError as error:
+        p.error(str(error))
+    say = Say(args.quiet)
+    try:
+        engine = Engine(
+            args.model, revision=args.revision, device=args.device, dtype=args.dtype,
+            threads=args.threads, kv_memory=memory, max_len=args.max_len, budget=args.budget,
+            max_running=params.n if params.n > 8 else None, say=say, progress=say.progress,
+        )  # fmt: skip
+        say.done()
+        if chat:
+            return _chat(engine, params, template, args, say)
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        prompt = text if args.raw else _messages(args.system, text)
+        return _answer(engine, prompt, params, template, args, say)
+    except ValueError as error:
+        say.done()
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else the reader has gone
+            print(f"generate.py: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _params(args) -> SamplingParams:
+    bias = {}
+    for entry in args.logit_bias:
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise ValueError(f"--logit-bias {entry!r} is not ID=BIAS")
+    given = {name: getattr(args, name) for name in SAMPLING}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        logit_bias=bias or None,
+        stop=args.stop,
+        stop_token_ids=args.stop_token_id,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _bytes(text: str | None) -> int | None:
+    """ "2GiB", "500MB" or a number of bytes."""
+    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+    if text is None:
+        return None
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    try:
+        value = int(float(digits) * units[text[len(digits) :].strip().lower()])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"--kv-memory {text!r} is not a size such as 2GiB, 500MB or 1000000")
+    if value < 1:
+        raise ValueError(f"--kv-memory {text!r} must be above 0")
+    return value
+
+
+def _variables(entries: list[str]) -> dict:
+    """NAME=VALUE, the value as JSON where it is JSON, else as text."""
+    variables = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--template {entry!r} is not NAME=VALUE")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
+def _messages(system: str | None, user: str) -> list[dict]:
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": user}]
+
+
+class Say:
+    """Lines and a progress bar on standard error, unless --quiet."""
+
+    def __init__(self, quiet: bool):
+        self.quiet, self.started, self.open = quiet, time.perf_counter(), False
+
+    def __call__(self, line: str):
+        self.done()
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def progress(self, done: int, total: int):
+        """A bar for what takes longer than a second."""
+        if self.quiet or not sys.stderr.isatty() or time.perf_counter() - self.started < 1:
+            return
+        filled = round(30 * done / total)
+        bar = f"\rloading  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} layers"
+        print(bar, end="", file=sys.stderr, flush=True)
+        self.open = True
+
+    def done(self):
+        if self.open:
+            print("\r" + " " * 64 + "\r", end="", file=sys.stderr, flush=True)
+        self.open = False
+
+
+def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
+    """One prompt: stream its answer, or print all samples, or one JSON object."""
+    if params.n > 1:
+        request = engine.add(prompt, params, template)
+        with Interrupt(lambda: engine.abort(request)):
+            while not request.finished:
+                engine.receive(request)
+        outputs = [engine.output(sample) for sample in request.family]
+        result = {"samples": [dataclasses.asdict(output) for output in outputs]}
+        if not args.json:
+            for i, output in enumerate(outputs):
+                print(f"--- sample {i + 1} of {params.n}\n{output.text}")
+    else:
+        stream = engine.stream(prompt, params, template)
+        outputs = [_show(stream, None if args.json else sys.stdout)]
+        result, request = dataclasses.asdict(outputs[0]), stream.request
+    if args.json:
+        print(json.dumps({**result, "load_s": engine.load_s}))
+    sys.stdout.flush()
+    if not args.json:  # which has the numbers in it
+        say(summary(engine, outputs[0]))
+    if args.trace:
+        print(trace(request, engine.load_s), file=sys.stderr)
+    for output in outputs:
+        if output.finish_reason == "error":
+            print(f"generate.py: {output.stop_reason}", file=sys.stderr)
+    reasons = {output.finish_reason for output in outputs}
+    return 1 if "error" in reasons else 130 if "abort" in reasons else 0
+
+
+def _show(stream: TextStream, out) -> Output:
+    """Print an answer as it comes; Ctrl-C ends it and keeps what was printed."""
+    with Interrupt(lambda: stream.engine.abort(stream.request)):
+        for piece in stream:
+            if out is not None:
+                print(piece, end="", file=out, flush=True)
+    if out is not None:
+        print(file=out, flush=True)
+    return stream.output
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into an action; a second one is obeyed as ever."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self._first)
+
+    def _first(self, number, frame):
+        signal.signal(signal.SIGINT, self.before)
+        self.action()
+
+    def __exit__(self, *exception):
+        signal.signal(signal.SIGINT, self.before)
+
+
+def _chat(engine: Engine, params, template, args, say: Say) -> int:
+    """A conversation on a terminal: Ctrl-C ends an answer, Ctrl-D the chat."""
+    try:
+        import readline  # noqa: F401  arrow keys and history in input()
+    except ImportError:
+        pass  # not on Windows
+    messages = _messages(args.system, "")[:-1]
+    say(f"{engine.name}: type a message, Ctrl-C stops an answer, Ctrl-D ends")
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            stream = engine.stream(messages, params, template)
+        except ValueError as error:
+            print(f"{error}", file=sys.stderr)
+            messages.pop()
+            continue
+        output = _show(stream, sys.stdout)
+        messages.append({"role": "assistant", "content": output.text})
+        say(summary(engine, output) + "\n")
+        if args.trace:
+            print(trace(stream.request, engine.load_s), file=sys.stderr)
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def byte_checkpoint(letters: bytes = bytes(range(256)), seed: int = 0) -> models.Checkpoint:
+    """A tiny random model over bytes: an id for each of `letters`, one more ends a text."""
+    checkpoint = models.random(models.tiny(vocab=len(letters) + 1), seed)
+    checkpoint.tokenizer = {
+        "model": {
+            "type": "BPE",
+            "vocab": {ALPHABET[byte]: i for i, byte in enumerate(letters)},
+            "merges": [],
+        },
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": [{"id": len(letters), "content": "<end>", "special": True}],
+        "special_tokens": {"eos_token": "<end>"},
+    }
+    checkpoint.name = "a tiny random model"
+    return checkpoint
+
+
+def demo() -> str:
+    printable = byte_checkpoint(bytes(range(32, 127)))
+    engine = Engine(printable, device="cpu", dtype="float32", budget=8, max_running=3, max_len=64)
+    first = SamplingParams(max_tokens=6, temperature=0)
+    second = SamplingParams(max_tokens=3, seed=1, n=2, top_p=0.9)
+    names = {}
+    for name, prompt, params in (("A", "Octavo reads", first), ("B", "two", second)):
+        names[engine.add(prompt, params).id] = name
+    lines = ["A: 12 bytes, temperature 0, 6 tokens.  B: 3 bytes, 2 samples, top_p 0.9, 3 tokens.\n"]
+    lines.append(f"{'step':<5}{'rows':>4}{'cached':>7}  each request's part")
+    step = 0
+    while engine.scheduler.busy:
+        before = {r: r.computed for r in engine.scheduler.running}
+        events = engine.step()
+        engine.check()
+        rows, said = 0, []
+        for event in events:
+            r = event.request
+            name = names[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
+            n = max(r.computed - before.get(r, 0), 0) if r.index == 0 or r in before else 0
+            rows += n
+            what = "fork" if n == 0 else "decode"
+            if n and r.computed <= r.prompt_tokens:
+                what = f"prompt {r.computed - n}..{r.computed - 1}"
+            drawn = "".join(f" -> id {i} {event.text!r}" for i in event.token_ids)
+            end = f", {event.finish_reason}" if event.finish_reason else ""
+            said.append(f"{name} {what}{drawn}{end}")
+        cached = sum(r.computed for r in engine.scheduler.running)
+        lines.append(f"{step:<5}{rows:>4}{cached:>7}  " + ";  ".join(said))
+        step += 1
+    lines.append("\nrows: tokens that went through the model. A prompt of 12 takes two steps at a")
+    lines.append("budget of 8 tokens; B's prompt is computed once and sampled twice.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

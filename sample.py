@@ -1,0 +1,392 @@
+"""Sampling: from a row of logits to the next token, reproducibly.
+
+The idea      The model gives every token a score; temperature, top-k, top-p and min-p reshape
+              the distribution, penalties and bias shift it, and one token is drawn. The draw
+              adds noise to every score and takes the largest (Gumbel-max): the chance to win
+              is exactly the token's probability. The noise is not taken from a stream but
+              computed from (seed, domain, position, token id), so a request draws the same
+              tokens alone, in any batch, and after it was interrupted.
+
+The data      a row of logits (V,)        2.1   0.3  -1.0   3.3  ...
+              penalties, bias, mask       2.1   0.3  -inf   3.3  ...   scores
+              / temperature               scaled
+              + noise(seed, position, id) 4.0   0.1  -inf   3.1  ...   -> id 0, if top-k, top-p
+                                                                       and min-p keep it
+
+Invariants    1. temperature 0 is the argmax of the scores; the filters then change nothing
+              2. a masked id is never drawn
+              3. noise depends on (seed, domain, position, token id) and on nothing else
+              4. an id is dropped unexamined only where it cannot win whatever its noise is
+
+Units         logits and scores: nats. Probabilities from 0 to 1. position: tokens.
+Article       "From Prompt to Token: The Life of an LLM Request"
+Try           python sample.py                     a distribution, filtered and drawn from
+              python sample.py --temperature 0.5   the same, sharper
+Imports       kernels (the mask).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+import kernels
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request is sampled and when it ends. The names are vLLM's.
+
+    None means: what the checkpoint's generation_config says, else no effect (temperature 1).
+    ValueError names a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float | None = None  # 0: always the most likely token
+    top_k: int | None = None  # 0 or -1: all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # on tokens of prompt and output (Keskar 2019)
+    presence_penalty: float = 0.0  # subtracted once from tokens of the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
+    logit_bias: dict[int, float] | None = None  # added to a token's logit
+    logprobs: int | None = None  # of the sampled token and of this many others
+    n: int = 1  # samples of the prompt
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] = ()
+    stop_token_ids: list[int] | tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            value = [value] if isinstance(value, str) else value
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"{name} {value!r} is not a list")
+            object.__setattr__(self, name, tuple(value))
+        for name, low, high, whole in RANGES:
+            value = getattr(self, name)
+            if value is None and name in UNSET:
+                continue
+            kinds = (int,) if whole else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise ValueError(f"{name} {value!r} is not {'an integer' if whole else 'a number'}")
+            if not (low <= value <= high and abs(value) < math.inf):
+                raise ValueError(f"{name} {value} is not between {low} and {high}")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop {list(self.stop)!r}: each must be a non-empty string")
+        if any(type(i) is not int for i in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids {list(self.stop_token_ids)!r}: each must be an integer")
+        if not isinstance(self.logit_bias, dict | None):
+            raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
+        for i, bias in (self.logit_bias or {}).items():
+            number = type(bias) in (int, float) and abs(bias) < math.inf
+            if type(i) is not int or i < 0 or not number:
+                raise ValueError(f"logit_bias {i!r}: {bias!r} is not a token id and a finite number")
+
+    def with_defaults(self, generation: dict) -> "SamplingParams":
+        """Fill unset fields from a generation_config."""
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        defaults["repetition_penalty"] = 1.0
+        unset = [f.name for f in fields(self) if f.name in defaults]
+        unset = [name for name in unset if getattr(self, name) is None]
+        found = {name: generation.get(name) for name in unset}
+        return replace(
+            self, **{k: defaults[k] if v is None else v for k, v in found.items()}
+        )
+
+
+UNSET = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "seed")
+RANGES = (  # field, lowest, highest, whole numbers only
+    ("max_tokens", 1, math.inf, True),
+    ("temperature", 0, math.inf, False),
+    ("top_k", -1, math.inf, True),
+    ("top_p", 1e-9, 1, False),
+    ("min_p", 0, 1, False),
+    ("repetition_penalty", 1e-9, math.inf, False),
+    ("presence_penalty", -math.inf, math.inf, False),
+    ("frequency_penalty", -math.inf, math.inf, False),
+    ("logprobs", 0, 1000, True),
+    ("n", 1, math.inf, True),
+    ("seed", -math.inf, math.inf, True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What sampling needs to know of one row of logits."""
+
+    params: SamplingParams  # with_defaults applied
+    seed: int
+    history: Sequence[int]  # all tokens before the one to sample
+    prompt_tokens: int  # how many of them are the prompt
+    mask: Tensor | None = None  # int32 words, see kernels.allow
+
+    @property
+    def position(self) -> int:
+        return len(self.history)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities, before any of this file's changes."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most likely ids, best first
+
+
+def sample(logits: Tensor, rows: list[Row]) -> tuple[list[int | None], list[Logprobs | None]]:
+    """Draw one token for each row of logits (R, V): ids, and logprobs where asked for.
+
+    An id is None where nothing can be drawn: every id is masked, or the row has NaN or inf.
+    """
+    assert len(rows) == logits.shape[0], f"{len(rows)} rows for {logits.shape[0]} of logits"
+    scores = logits
+    if not all(_plain(row) for row in rows):
+        scores = torch.stack([_adjust(x, row) for x, row in zip(logits.float(), rows)])
+    best, first = scores.max(-1)  # the first of equals
+    ids = [i if ok else None for i, ok in zip(first.tolist(), best.isfinite().tolist())]
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and ids[i] is not None]
+    if drawn:
+        chosen = _draw(scores[drawn].float(), [rows[i] for i in drawn])
+        for i, token in zip(drawn, chosen.tolist()):
+            ids[i] = token
+    return ids, _logprobs(logits, rows, ids)
+
+
+def _plain(row: Row) -> bool:
+    p = row.params
+    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+    return not (penalties or p.logit_bias or row.mask is not None)
+
+
+def _adjust(logits: Tensor, row: Row) -> Tensor:
+    """Penalties, bias and mask of one row (V,): a new row."""
+    p = row.params
+    scores = logits.clone()
+    if p.repetition_penalty != 1:
+        seen = torch.tensor(row.history, dtype=torch.int64, device=scores.device).unique()
+        old = scores[seen]
+        penalty = p.repetition_penalty
+        scores[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    output = row.history[row.prompt_tokens :]
+    if output and (p.presence_penalty or p.frequency_penalty):
+        seen, counts = torch.tensor(output, device=scores.device).unique(return_counts=True)
+        scores[seen] -= p.presence_penalty + p.frequency_penalty * counts
+    if p.logit_bias:
+        seen = torch.tensor(list(p.logit_bias), device=scores.device)
+        scores[seen] += torch.tensor(list(p.logit_bias.values()), device=scores.device)
+    return scores if row.mask is None else kernels.allow(scores, row.mask.to(scores.device))
+
+
+def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
+    """Gumbel-max over what the filters keep: scores (R, V), finite maxima -> ids (R,).
+
+    The winner among all ids is the winner among the kept ones if it is kept itself. So nothing
+    is sorted: the winner is found, and only then asked whether it belongs to the top k and p.
+    """
+    columns = _Columns(rows, *scores.shape, scores.device)
+    # Relative to the best, so that rounding does not grow with the scores or 1 / temperature.
+    best, first = scores.max(-1, keepdim=True)
+    scaled = (scores - best) / columns.temperature  # the best is 0
+    # The best id is always kept, so its noisy score is one that the winner must reach.
+    floor = gumbel(columns.keys, first).float()
+    values, ids = _contenders(scaled, floor, columns.keys)
+    noisy = values + gumbel(columns.keys, ids)
+    winner = noisy.argmax(-1, keepdim=True)
+    if not columns.filtered:
+        return ids.gather(1, winner)[:, 0]
+    kept = _Kept(scaled, columns)
+    while True:
+        value, token = values.gather(1, winner), ids.gather(1, winner)
+        inside = kept(value.float(), token) | (token == first)
+        if inside.all():
+            return token[:, 0]
+        # What does not outrank an id that is left out is left out as well.
+        lower = (values < value) | ((values == value) & (ids >= token))
+        noisy = noisy.masked_fill(lower & ~inside, -torch.inf)
+        winner = noisy.argmax(-1, keepdim=True)
+
+
+class _Columns:
+    """The rows' parameters as columns (R, 1), and their noise keys (R, 1, 2)."""
+
+    def __init__(self, rows: list[Row], R: int, V: int, device):
+        def column(values, dtype=torch.float32):
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        p = [row.params for row in rows]
+        self.temperature = column([min(max(x.temperature, 1e-30), 1e30) for x in p])
+        self.top_k = column([x.top_k if 0 < x.top_k < V else V for x in p], torch.int64)
+        self.largest_k = max([x.top_k for x in p if 0 < x.top_k < V], default=0)
+        self.top_p = column([x.top_p for x in p])
+        self.min_p = column([x.min_p for x in p])
+        self.filtered = self.largest_k > 0 or any(x.top_p < 1 or x.min_p > 0 for x in p)
+        self.keys = column([noise_key(r.seed, TARGET, r.position) for r in rows], torch.int32)
+
+
+def _contenders(scaled: Tensor, floor: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (float64) and ids of scaled (R, V) that may reach floor (R, 1): (R, C) each.
+
+    A noise -ln(-ln u) reaches d only if 1 - u <= exp(-d), because 1 - exp(-x) <= x. This takes
+    integer arithmetic and one exp an id, where the noise itself takes two logarithms; a dozen
+    ids are left of fifty thousand. Rows with fewer than C are filled up with -inf and id 0.
+    """
+    distance = (0.5 - noise_bits(keys, _all_ids(scaled)).float() / 2.0**32).sub_(SLACK)  # <= 1 - u
+    keep = distance <= (scaled - floor).exp_()
+    counts = keep.sum(-1)
+    row, token = keep.nonzero(as_tuple=True)
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    shape = (scaled.shape[0], int(counts.max()))
+    values = torch.full(shape, -torch.inf, dtype=torch.float64, device=scaled.device)
+    ids = torch.zeros(shape, dtype=torch.int64, device=scaled.device)
+    values[row, place] = scaled[row, token].double()
+    ids[row, place] = token
+    return values, ids
+
+
+SLACK = 2.0**-20  # more than float32 rounding takes from a uniform or from its bound
+
+
+def _all_ids(scaled: Tensor) -> Tensor:
+    return torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
+
+
+class _Kept:
+    """Tells whether an id of each row survives top-k, then top-p, then min-p.
+
+    top-k keeps k ids, top-p of those the fewest that have the share p (the one that crosses p
+    stays), min-p those with at least that part of the best one's probability. Of equals the
+    smaller id goes first.
+    """
+
+    def __init__(self, scaled: Tensor, columns: _Columns):
+        self.scaled, self.columns = scaled, columns
+        self.ids = _all_ids(scaled)
+        total = scaled.logsumexp(-1, keepdim=True)
+        if columns.largest_k:
+            top = scaled.topk(columns.largest_k).values
+            ranks = torch.arange(columns.largest_k, device=scaled.device)
+            inside = top.masked_fill(ranks >= columns.top_k, -torch.inf)
+            of_top = inside.logsumexp(-1, keepdim=True)
+            total = torch.where(columns.top_k < scaled.shape[1], of_top, total)
+        self.probabilities = (scaled - total).exp_()
+        self.least = columns.min_p.log()
+
+    def __call__(self, value: Tensor, token: Tensor) -> Tensor:
+        """value, token (R, 1) -> (R, 1) bool."""
+        before = (self.scaled > value) | ((self.scaled == value) & (self.ids < token))
+        rank = before.sum(-1, keepdim=True)
+        mass = (self.probabilities * before).sum(-1, keepdim=True)
+        top_p = (mass < self.columns.top_p) | (self.columns.top_p >= 1)
+        return (rank < self.columns.top_k) & top_p & (value >= self.least)
+
+
+def _logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:
+    result: list[Logprobs | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row.params.logprobs is None or ids[i] is None:
+            continue
+        logs = logits[i].float().log_softmax(-1)
+        top = logs.topk(min(row.params.logprobs, len(logs)))
+        pairs = tuple(zip(top.indices.tolist(), top.values.tolist()))
+        result[i] = Logprobs(ids[i], float(logs[ids[i]]), pairs)
+    return result
+
+
+# ---------------------------------------------------------------- noise
+
+TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a noise is for
+
+
+def mix(*values: int) -> int:
+    """Fold integers into 64 well-mixed bits (splitmix64's finaliser, Steele et al. 2014)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request: sample 0 has the request's own."""
+    return mix(seed, index) if index else seed
+
+
+def noise_key(seed: int, domain: int, position: int) -> list[int]:
+    """Two 32-bit keys, as signed integers, for all token ids of one row."""
+    bits = mix(seed, domain, position)
+    halves = (bits & 0xFFFFFFFF, bits >> 32)
+    return [half - (half >> 31 << 32) for half in halves]
+
+
+def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """32 random bits, as int32, for token ids (R or 1, C) under keys (R, 1, 2) int32: (R, C)."""
+    return _mix32(_mix32(ids.int()) * (keys[..., 1] | 1) + keys[..., 0])
+
+
+def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64, for token ids (R, C): -ln(-ln(u)), from -3.1 to 22.9."""
+    uniform = (noise_bits(keys, ids).double() + (2.0**31 + 0.5)) / 2.0**32  # in (0, 1)
+    return -(-uniform.log()).log()
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijection of 32 bits without visible structure (Wellons' lowbias32)."""
+    x = x ^ (x >> 16 & 0xFFFF)
+    x *= 0x7FEB352D
+    x ^= x >> 15 & 0x1FFFF
+    x *= 0x846CA68B - 2**32
+    x ^= x >> 16 & 0xFFFF
+    return x
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def picture(temperature: float, draws: int = 10_000) -> str:
+    words = ["blue", "grey", "clear", "red", "green", "dark", "up", "the"]
+    logits = torch.tensor([3.2, 2.6, 2.3, 1.1, 0.7, 0.2, -0.8, -1.5])
+    cases = {
+        "as it is": {},
+        "top_k 3": {"top_k": 3},
+        "top_p 0.8": {"top_p": 0.8},
+        "min_p 0.1": {"min_p": 0.1},
+    }
+    probabilities = (logits / temperature).softmax(-1).tolist()
+    lines = [f"The sky is ...   temperature {temperature:g}: each id's probability, and out of"]
+    lines[0] += f" {draws:,} draws"
+    lines += ["", f"{'':<7}{'p':>6}  {'':<20}" + "".join(f"{name:>11}" for name in cases)]
+    counts = []
+    for settings in cases.values():
+        params = SamplingParams(temperature=temperature, **settings).with_defaults({})
+        rows = [Row(params, 1, range(i), 0) for i in range(draws)]
+        ids, _ = sample(logits.expand(draws, -1), rows)
+        counts.append([ids.count(i) for i in range(len(words))])
+    for i, word in enumerate(words):
+        bar = "#" * round(40 * probabilities[i])
+        row = "".join(f"{count[i] or '-':>11}" for count in counts)
+        lines.append(f"{word:<7}{probabilities[i]:>6.3f}  {bar:<20}{row}")
+    lines += ["", "Each draw has its own position; the same (seed, position) draws the same id:"]
+    params = SamplingParams(temperature=temperature).with_defaults({})
+    for seed in (1, 1, 2):
+        rows = [Row(params, seed, range(i), 0) for i in range(9)]
+        ids, _ = sample(logits.expand(9, -1), rows)
+        lines.append(f"  seed {seed}: " + " ".join(words[i] for i in ids))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Filter a distribution and draw from it.")
+    parser.add_argument("--temperature", type=float, default=1.0, help="above 0")
+    args = parser.parse_args()
+    if not args.temperature > 0:
+        parser.error(f"--temperature {args.temperature} must be above 0 here")
+    print(picture(args.temperature))

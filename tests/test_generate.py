@@ -1,0 +1,1554 @@
+"""generate.py: the engine, the stream, and the command line, on a tiny model over bytes.
+
+The tokenizer and the chat template have test_tokenizer.py.
+"""
+
+import asyncio
+import codecs
+import fcntl
+import functools
+import gc
+import io
+import itertools
+import json
+import math
+import os
+import pty
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import generate
+import kv_cache
+import model as models
+import tiny
+from generate import Engine, SamplingParams, Stream
+from sample import Row, mix, sample, sample_seed
+
+ROOT = Path(__file__).parent.parent
+END = 256  # the tiny model's end of text
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    """The bandwidth is measured once for all of this file, and not into the user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+# ---------------------------------------------------------------- helpers
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    "{% if loud %}LOUD {% endif %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@functools.cache
+def checkpoint():
+    whole = generate.byte_checkpoint()
+    whole.template = TEMPLATE
+    return whole
+
+
+def build(**settings) -> Engine:
+    defaults = {"device": "cpu", "dtype": "float32", "max_len": 64, "max_running": 4}
+    return Engine(checkpoint(), **defaults | settings)
+
+
+def greedy(tokens=8, **settings) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True} | settings)
+
+
+def idle(engine: Engine):
+    """Nothing waits, nothing runs, every slot is free, nothing is doomed."""
+    engine.check()
+    assert not engine.scheduler.busy
+    assert not engine.manager.holders
+    assert len(engine.manager.free) == engine.max_running
+    assert not engine.doomed
+
+
+def run(engine: Engine) -> list:
+    """Step to the end with `check` after every step: all events."""
+    events = []
+    while engine.scheduler.busy:
+        events += engine.step()
+        engine.check()
+    return events
+
+
+@torch.inference_mode()
+def reference(engine: Engine, prompt, params: SamplingParams, seed: int = 0) -> list[int]:
+    """The ids of an answer without any cache: the whole sequence in one pass for each token."""
+    tokens, params = list(prompt), params.with_defaults({})
+    while len(tokens) < len(prompt) + params.max_tokens:
+        n = len(tokens)
+        cache = kv_cache.ContiguousCache(engine.config.specs, 1, n)
+        step = cache.prepare([(tiny.request(tokens), n)])
+        hidden, _ = engine.model(step.tokens, step.positions, step)
+        row = Row(params, seed, tokens, len(prompt))
+        ids, _ = sample(engine.model.logits(hidden[step.sample_rows]), [row])
+        tokens = tokens + ids
+        if ids[0] == END and not params.ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class Around:
+    """A model with something done before every forward pass."""
+
+    def __init__(self, inner, before):
+        self.inner, self.before, self.passes = inner, before, 0
+
+    def __call__(self, *args, **kwargs):
+        self.passes += 1
+        self.before(self.passes)
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def slowed(engine: Engine, seconds: float):
+    engine.model = Around(engine.model, lambda number: time.sleep(seconds))
+
+
+def failing(engine: Engine, number: int, error: BaseException):
+    """Make forward pass `number` raise."""
+
+    def before(now):
+        if now == number:
+            raise error
+
+    engine.model = Around(engine.model, before)
+
+
+# ---------------------------------------------------------------- the stream, by hand
+
+
+def release(tokens: list[bytes | None], stops=(), stop_ids=(), room=10**6):
+    """Feed tokens one by one: the pieces, the ids kept and the reason."""
+    stream = Stream(list(tokens), set(stop_ids), tuple(stops), room)
+    pieces, kept = [], []
+    for i in range(len(tokens)):
+        ids, finish = stream.cut([i])
+        kept += ids
+        pieces.append(stream.take(final=finish is not None))
+        if finish:
+            return pieces, kept, finish, stream.stop_reason
+    pieces.append(stream.take(final=True))
+    return pieces, kept, None, None
+
+
+def test_text_waits_while_it_may_begin_a_stop_string():
+    pieces, kept, finish, reason = release([b"a", b"EN", b"T", b"END", b"b"], ["END"])
+    assert pieces == ["a", "", "ENT", ""]
+    assert (kept, finish, reason) == ([0, 1, 2, 3], "stop", "END")
+
+
+def test_a_character_waits_for_its_last_byte():
+    assert release([b"\xe2", b"\x82", b"\xac!"])[0] == ["", "", "€!", ""]
+
+
+def test_a_byte_that_cannot_go_on_is_replaced_at_once():
+    assert release([b"a\xe2", b"b"])[0] == ["a", "\ufffdb", ""]
+
+
+def test_a_character_that_never_completes_becomes_one_replacement():
+    assert release([b"a\xf0\x9f", b"\x99"])[0] == ["a", "", "\ufffd"]
+
+
+def test_of_stop_strings_the_first_to_complete_cuts():
+    pieces, _, _, reason = release([b"xabcd"], ["abcd", "bc"])
+    assert ("".join(pieces), reason) == ("xa", "bc")
+
+
+def test_of_stop_strings_that_complete_together_the_longest_cuts():
+    pieces, _, _, reason = release([b"xabc"], ["c", "abc", "bc"])
+    assert ("".join(pieces), reason) == ("x", "abc")
+
+
+def test_a_stop_string_across_tokens_and_characters():
+    pieces, kept, _, _ = release([b"so\xe2", b"\x82", b"\xac", b"\xe2\x82\xac", b"z"], ["o€€"])
+    assert ("".join(pieces), kept) == ("s", [0, 1, 2, 3])
+
+
+def test_a_stop_id_is_kept_as_an_id_and_gives_no_text():
+    tokens = [b"a", b"b", b"c"]
+    assert release(tokens, stop_ids=[1]) == (["a", ""], [0, 1], "stop", 1)
+
+
+def test_a_stop_id_ends_a_near_miss_and_an_open_character():
+    pieces, _, finish, reason = release([b"aEN\xe2", None], ["END"], stop_ids=[1])
+    assert ("".join(pieces), finish, reason) == ("aEN\ufffd", "stop", 1)
+
+
+def test_max_tokens_ends_with_length_and_counts_ids_without_text():
+    tokens = [b"a", None, b"E", b"N"]
+    assert release(tokens, ["EN"], room=3) == (["a", "", "E"], [0, 1, 2], "length", None)
+
+
+def test_a_stop_on_the_last_token_is_a_stop_and_no_length():
+    assert release([b"a", b"b"], ["b"], room=2)[2:] == ("stop", "b")
+    assert release([b"a", b"b"], stop_ids=[1], room=2)[2:] == ("stop", 1)
+
+
+def test_a_replaced_tail_may_complete_a_stop_string():
+    pieces, _, finish, reason = release([b"a", b"E\xe2"], ["E\ufffd"], room=2)
+    assert ("".join(pieces), finish, reason) == ("a", "stop", "E\ufffd")
+
+
+def test_ids_after_an_end_are_dropped():
+    stream = Stream([b"a", b"END", b"z"], {2}, ("END",), 9)
+    assert stream.cut([0, 1, 0, 2]) == ([0, 1], "stop")
+    assert (stream.take(final=True), stream.count) == ("a", 2)
+
+
+# ---------------------------------------------------------------- the stream, by property
+
+CHARACTERS = ["a", "a", "b", "b", "ab", "é", "€", "🙂"]
+BROKEN = [b"\x80", b"\xff", b"\xe2\x82", b"\xf0\x9f", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf"]
+
+
+def stable(data: bytes) -> str:
+    """What no further byte can change."""
+    return codecs.utf_8_decode(data, "replace", False)[0]
+
+
+def first_stop(text: str, stops) -> tuple[int, int, str] | None:
+    """(where it completes, where it begins, which): the first to complete, then the longest."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            longest = max(done, key=len)
+            return end, end - len(longest), longest
+    return None
+
+
+def safe(text: str, stops) -> int:
+    """How much of a text may be shown: up to the first place where a stop string may begin."""
+    starts = range(len(text))
+    return next((i for i in starts if any(s.startswith(text[i:]) for s in stops)), len(text))
+
+
+def a_text(draw: random.Random) -> bytes:
+    parts = [draw.choice(CHARACTERS).encode() for _ in range(draw.randint(0, 40))]
+    for _ in range(draw.choice([0, 0, 1, 3])):
+        parts.insert(draw.randint(0, len(parts)), draw.choice(BROKEN))
+    return b"".join(parts) + draw.choice([b"", b"", b"\xe2", b"\xf0\x9f\x99"])
+
+
+def stops_for(draw: random.Random, data: bytes) -> list[str]:
+    """Up to four of 1 to 40 characters: random ones, parts of the text, prefixes of others."""
+    text, stops = data.decode("utf-8", "replace"), []
+    for _ in range(draw.randint(0, 4)):
+        kind = draw.randint(0, 3)
+        if kind == 0 and text:
+            start = draw.randrange(len(text))
+            stops.append(text[start : start + draw.randint(1, 40)])
+        elif kind == 1 and stops:
+            whole = draw.choice(stops)
+            stops.append(whole[: draw.randint(1, len(whole))])
+        elif kind == 2 and text:  # a near-miss: the last character differs
+            start = draw.randrange(len(text))
+            stops.append(text[start : start + draw.randint(1, 39)] + "Z")
+        else:
+            stops.append("".join(draw.choices(CHARACTERS, k=draw.randint(1, 3))))
+    return stops
+
+
+def split(draw: random.Random, data: bytes) -> list[bytes | None]:
+    """Tokens of 1 to 6 bytes, cut anywhere, with tokens that have no bytes between."""
+    tokens, at = [], 0
+    while at < len(data):
+        if draw.random() < 0.1:
+            tokens.append(None)
+        size = draw.choice([1, 1, 2, 3, 6])
+        tokens.append(data[at : at + size])
+        at += size
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_are_the_decoding_cut_at_the_first_stop_string(seed):
+    draw = random.Random(seed)
+    for _ in range(300):
+        data = a_text(draw)
+        stops, tokens = stops_for(draw, data), split(draw, data)
+        stream = Stream(tokens, set(), tuple(stops), 10**6)
+        shown, seen, finish = "", b"", None
+        for i, token in enumerate(tokens):
+            seen += token or b""
+            ids, finish = stream.cut([i])
+            assert ids == [i]
+            shown += stream.take(final=finish is not None)
+            assert shown == stream.text
+            text, case = stable(seen), (seed, data, stops, tokens[: i + 1])
+            stop = first_stop(text, stops)
+            assert (finish == "stop") == (stop is not None), case
+            if finish:
+                assert (shown, stream.stop_reason) == (text[: stop[1]], stop[2]), case
+                break
+            assert shown == text[: safe(text, stops)], case
+        if not finish:  # ends by its last token: the same as if that had been max_tokens
+            last = Stream(tokens, set(), tuple(stops), max(1, len(tokens)))
+            finish = last.cut(list(range(len(tokens))))[1] if tokens else "length"
+            text = data.decode("utf-8", "replace")
+            stop = first_stop(text, stops)
+            assert finish == ("stop" if stop else "length"), (seed, data, stops, tokens)
+            cut = text[: stop[1]] if stop else text
+            assert last.take(final=True) == cut, (seed, data, stops, tokens)
+            assert cut.startswith(shown)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_several_ids_in_one_cut_equal_one_by_one(seed):
+    draw = random.Random(100 + seed)
+    for _ in range(200):
+        data = a_text(draw)
+        stops, tokens = stops_for(draw, data), split(draw, data)
+        stop_ids = {draw.randrange(len(tokens))} if tokens and draw.random() < 0.3 else set()
+        room = draw.randint(1, len(tokens) + 5)
+        results = []
+        for most in (1, 4):
+            stream = Stream(tokens, stop_ids, tuple(stops), room)
+            text, kept, finish, at = "", [], None, 0
+            while at < len(tokens) and not finish:
+                size = draw.randint(1, most)
+                ids, finish = stream.cut(list(range(at, min(at + size, len(tokens)))))
+                kept += ids
+                text += stream.take(final=finish is not None)
+                at += size
+            text += "" if finish else stream.take(final=True)
+            results.append((text, kept, finish, stream.stop_reason))
+        assert results[0] == results[1], (data, stops, tokens, stop_ids, room)
+
+
+# ---------------------------------------------------------------- the engine, by hand
+
+
+def test_a_request_step_by_step():
+    engine = build(budget=8)
+    expected = reference(engine, b"Octavo reads", greedy(3))
+    request = engine.add("Octavo reads", greedy(3))
+    assert (request.tokens, request.computed, engine.scheduler.running) == (
+        list(b"Octavo reads"), 0, []
+    )  # fmt: skip
+    (event,) = engine.step()
+    assert (event.request, event.token_ids, event.text) == (request, [], "")
+    assert (request.computed, event.finish_reason) == (8, None)
+    (event,) = engine.step()
+    assert (request.computed, event.token_ids) == (12, expected[:1])
+    (event,) = engine.step()
+    assert (request.computed, event.token_ids) == (13, expected[1:2])
+    (event,) = engine.step()
+    assert (request.computed, event.token_ids) == (14, expected[2:])
+    assert event.finish_reason == request.finish_reason == "length"
+    idle(engine)
+    assert engine.step() == []
+
+
+def test_prompts_are_text_ids_messages_or_lists_of_these():
+    engine = build()
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = "u:hi\na:"
+    (whole,) = engine.generate(rendered, greedy())
+    assert engine.generate(messages, greedy())[0].token_ids == whole.token_ids
+    assert engine.generate(list(rendered.encode()), greedy())[0].token_ids == whole.token_ids
+    mixed = engine.generate([messages, rendered, list(rendered.encode())], greedy())
+    assert [output.token_ids for output in mixed] == [whole.token_ids] * 3
+    assert [output.token_ids for output in engine.generate([rendered], [greedy()])] == [
+        whole.token_ids
+    ]
+    (loud,) = engine.generate(messages, greedy(), template={"loud": True})
+    assert loud.usage["prompt_tokens"] == len("u:hi\nLOUD a:")
+    idle(engine)
+
+
+def test_text_gets_the_tokenizers_prefix_once():
+    whole = generate.byte_checkpoint()
+    whole.tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<end>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [],
+        "special_tokens": {"<end>": {"id": "<end>", "ids": [END], "tokens": ["<end>"]}},
+    }
+    engine = Engine(whole, device="cpu", dtype="float32", max_len=64, max_running=1)
+    assert engine.add("hi").tokens == [END, *b"hi"]
+    assert engine.add("<end>hi").tokens == [END, *b"hi"]
+    assert engine.add(list(b"hi")).tokens == [*b"hi"]
+
+
+def test_the_end_of_text_is_an_id_and_no_text():
+    engine = build()
+    bias = greedy(20, ignore_eos=False, logit_bias={END: 1e4})
+    (output,) = engine.generate("hi", bias)
+    assert (output.token_ids, output.text) == ([END], "")
+    assert (output.finish_reason, output.stop_reason) == ("stop", END)
+    assert engine.name_of(END) == "<end>"
+    (output,) = engine.generate("hi", greedy(5, logit_bias={END: 1e4}))
+    assert (output.token_ids, output.text) == ([END] * 5, "")
+    assert (output.finish_reason, output.stop_reason) == ("length", None)
+
+
+def test_stop_ids_are_the_union_of_all_that_a_checkpoint_says():
+    whole = generate.byte_checkpoint()
+    whole.config = models.Config(**{**vars(whole.config), "stop_ids": (1, 2)})
+    whole.generation = {"eos_token_id": [3, 4]}
+    assert Engine(whole, device="cpu", dtype="float32").stop_ids == {1, 2, 3, 4, END}
+    whole.generation = {"eos_token_id": 5}
+    assert Engine(whole, device="cpu", dtype="float32").stop_ids == {1, 2, 5, END}
+
+
+def test_a_stop_id_and_a_stop_string_cut_an_answer():
+    engine = build()
+    (whole,) = engine.generate("hello", greedy(30))
+    third = whole.token_ids[2]
+    first = whole.token_ids.index(third)
+    (output,) = engine.generate("hello", greedy(30, stop_token_ids=[third]))
+    assert output.token_ids == whole.token_ids[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", third)
+    stop = whole.text[4:6]
+    (output,) = engine.generate("hello", greedy(30, stop=stop))
+    assert output.text == whole.text[: whole.text.index(stop)]
+    assert whole.token_ids[: len(output.token_ids)] == output.token_ids
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_logprobs_are_there_when_asked_for():
+    engine = build()
+    (plain,) = engine.generate("hi", greedy(5))
+    assert plain.logprobs is None
+    for count in (0, 3, 1000):
+        (output,) = engine.generate("hi", greedy(5, logprobs=count))
+        assert output.token_ids == plain.token_ids
+        assert [entry.id for entry in output.logprobs] == output.token_ids
+        for entry in output.logprobs:
+            assert len(entry.top) == min(count, END + 1)
+            values = [value for _, value in entry.top]
+            assert values == sorted(values, reverse=True) and entry.logprob <= 0
+            if count:  # greedy: the drawn id is the best one
+                assert entry.top[0] == (entry.id, entry.logprob)
+    assert sum(math.exp(value) for value in values) == pytest.approx(1, abs=1e-5)
+
+
+def test_unset_fields_come_from_the_checkpoint():
+    whole = generate.byte_checkpoint()
+    whole.generation = {"temperature": 0, "top_k": 7}
+    engine = Engine(whole, device="cpu", dtype="float32", max_len=64, max_running=1)
+    request = engine.add("hi", SamplingParams(top_k=3))
+    assert (request.params.temperature, request.params.top_k) == (0, 3)
+    assert engine.add("hi").params.top_k == 7
+
+
+def test_usage_counts_tokens_and_cache_bytes():
+    engine = build()
+    (output,) = engine.generate("hello", greedy(6))
+    each = kv_cache.bytes_per_token(engine.config.specs, 4)
+    assert output.usage == {
+        "prompt_tokens": 5, "output_tokens": 6, "cache_bytes": (5 + 6 - 1) * each
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_timings_add_up(way):
+    engine = build(budget=4)
+    if way == "stream":
+        stream = engine.stream([{"role": "user", "content": "hello"}], greedy(6))
+        list(stream)
+        t = stream.output.timings
+    else:
+        t = engine.generate([{"role": "user", "content": "hello"}], greedy(6))[0].timings
+    parts = "template_s tokenise_s queue_s prefill_s sample_s detokenise_s".split()
+    parts += ["stream_s"] * (way == "stream")
+    assert all(t[name] >= 0 for name in parts), t
+    assert sum(t[name] for name in parts) == pytest.approx(t["ttft_s"], abs=1e-9)
+    assert t["template_s"] > 0 and t["prefill_s"] > 0
+    assert t["tpot_mean_s"] * 5 == pytest.approx(t["decode_s"])
+    assert 0 < t["tpot_p50_s"] <= t["tpot_p99_s"] <= t["decode_s"]
+    assert t["decode_tokens_per_s"] == pytest.approx(5 / t["decode_s"])
+    assert t["ttft_s"] + t["decode_s"] <= t["total_s"] + t.get("stream_s", 0) + 1e-3
+    assert set(t) == {*parts, "ttft_s", "tpot_mean_s", "tpot_p50_s", "tpot_p99_s", "decode_s",
+                      "decode_tokens_per_s", "total_s"}  # fmt: skip
+
+
+def test_timings_of_what_has_not_happened_are_left_out():
+    engine = build()
+    request = engine.add("hi", greedy(1))
+    assert set(generate.timings(request)) == {"template_s", "tokenise_s"}
+    run(engine)
+    assert "tpot_mean_s" not in generate.timings(request)
+
+
+def test_a_stream_is_an_iterator_of_pieces_with_the_output_at_its_end():
+    engine = build()
+    (whole,) = engine.generate("hello", greedy(20))
+    stream = engine.stream("hello", greedy(20))
+    assert stream.output is None
+    pieces = list(stream)
+    assert all(pieces) and len(pieces) > 5
+    assert "".join(pieces) == whole.text == stream.output.text
+    assert stream.output.token_ids == whole.token_ids
+    assert stream.output.finish_reason == "length"
+    idle(engine)
+
+
+def test_a_sample_ends_at_max_len():
+    engine = build(max_len=16)
+    (output,) = engine.generate("hello", greedy(100))
+    assert (len(output.token_ids), output.finish_reason) == (11, "length")
+    (output,) = engine.generate("x" * 15, greedy(100))
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    idle(engine)
+
+
+def test_max_len_is_lowered_to_what_memory_holds_and_said():
+    each = kv_cache.bytes_per_token(checkpoint().config.specs, 4)
+    said = []
+    engine = build(max_len=None, max_running=2, kv_memory=2 * each * 40, say=said.append)
+    assert engine.max_len == 40 and len(said) == 1
+    assert "40" in said[0] and "256" in said[0] and "kv_memory" in said[0]
+    assert engine.cache.nbytes <= 2 * each * 40
+    said.clear()
+    assert build(max_len=None, kv_memory=2**30, say=said.append).max_len == 256
+    assert said == []
+
+
+# ---------------------------------------------------------------- against the reference
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8, 64])
+def test_greedy_in_chunks_equals_no_cache_at_all(budget):
+    engine = build(budget=budget)
+    for prompt in ("x", "Octavo reads a prompt", "né€🙂"):
+        (output,) = engine.generate(prompt, greedy(12))
+        assert output.token_ids == reference(engine, prompt.encode(), greedy(12))
+        assert output.text == bytes(i for i in output.token_ids if i < END).decode(
+            "utf-8", "replace"
+        )
+    idle(engine)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8, 64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 20, "ignore_eos": False},
+        {"top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {65: 2.0}},
+    ],
+)
+def test_seeded_in_chunks_equals_no_cache_at_all(settings, budget):
+    engine = build(budget=budget)
+    params = greedy(12, **{"temperature": 1, "seed": 11} | settings)
+    (output,) = engine.generate("Octavo reads", params)
+    assert output.token_ids == reference(engine, b"Octavo reads", params, 11)
+    idle(engine)
+
+
+@pytest.mark.parametrize("budget", [2, 64])
+def test_n_samples_are_n_requests_and_one_prefill(budget):
+    engine = build(budget=budget)
+    rows = []
+    inner = engine.model
+    engine.model = Around(inner, lambda number: None)
+    prepare = engine.cache.prepare
+
+    def counted(plan):
+        step = prepare(plan)
+        rows.append(len(step.tokens))
+        return step
+
+    engine.cache.prepare = counted
+    params = SamplingParams(max_tokens=6, seed=5, n=4, logprobs=1, ignore_eos=True)
+    samples = engine.generate("Octavo reads", params)
+    # rows: the prompt once, and after each sample's first token five more of each
+    assert sum(rows) == len("Octavo reads") + 4 * 5
+    assert len({tuple(output.token_ids) for output in samples}) == 4
+    for i, output in enumerate(samples):
+        one = SamplingParams(max_tokens=6, seed=sample_seed(5, i), logprobs=1, ignore_eos=True)
+        (alone,) = engine.generate("Octavo reads", one)
+        assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
+        assert [x.id for x in output.logprobs] == output.token_ids
+        assert output.usage == alone.usage
+        assert alone.token_ids == reference(engine, b"Octavo reads", one, sample_seed(5, i))
+    idle(engine)
+
+
+def test_samples_of_a_prompt_stand_next_to_each_other():
+    engine = build()
+    params = [
+        SamplingParams(max_tokens=4, seed=1, n=3),
+        SamplingParams(max_tokens=5, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=3, seed=3, n=2, ignore_eos=True),
+    ]
+    outputs = engine.generate(["one", "two", "three"], params)
+    alone = [engine.generate(p, q) for p, q in zip(["one", "two", "three"], params)]
+    expected = [output.token_ids for each in alone for output in each]
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.usage["prompt_tokens"] for output in outputs] == [3, 3, 3, 3, 5, 5]
+    idle(engine)
+
+
+def test_alone_or_in_a_queue_is_the_same():
+    engine = build(budget=5)
+    prompts = [f"prompt number {i}" for i in range(5)]
+    params = [greedy(4 + i, temperature=i % 2, seed=i) for i in range(5)]
+    alone = [engine.generate(p, q)[0] for p, q in zip(prompts, params)]
+    together = engine.generate(prompts, params)
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.text for o in together] == [o.text for o in alone]
+
+
+def test_a_seed_belongs_to_its_request():
+    engine = build()
+    outputs = engine.generate(["hi"] * 4, [greedy(10, temperature=1, seed=s) for s in (1, 2, 1, 0)])
+    ids = [output.token_ids for output in outputs]
+    assert ids[0] == ids[2] and len({*map(tuple, ids)}) == 3
+
+
+def test_without_a_seed_the_engines_seed_and_the_number_decide():
+    free = greedy(10, temperature=1)
+    first, again, other = build(seed=3), build(seed=3), build(seed=4)
+    ids = [output.token_ids for output in first.generate(["hi"] * 3, free)]
+    assert len({*map(tuple, ids)}) == 3
+    assert [again.generate("hi", free)[0].token_ids for _ in range(3)] == ids
+    assert other.generate("hi", free)[0].token_ids != ids[0]
+    seeded = greedy(10, temperature=1, seed=mix(3, 1))
+    assert other.generate("hi", seeded)[0].token_ids == ids[1]
+
+
+def test_pieces_of_a_stream_equal_the_generated_text():
+    engine = build()
+    for seed in range(6):
+        params = greedy(40, temperature=1, seed=seed, stop=["a", "\ufffd\ufffd", "~1"])
+        (whole,) = engine.generate("stream", params)
+        stream = engine.stream("stream", params)
+        assert "".join(stream) == whole.text == stream.output.text
+        decoded = bytes(i for i in whole.token_ids if i < END).decode("utf-8", "replace")
+        stop = first_stop(decoded, params.stop)
+        assert whole.text == (decoded[: stop[1]] if stop else decoded)
+        assert whole.stop_reason == (stop[2] if stop else None)
+    idle(engine)
+
+
+def test_astream_gives_the_same_pieces_to_many_tasks():
+    engine = build()
+    params = [greedy(5 + i, temperature=1, seed=i) for i in range(10)]
+    alone = [engine.generate("task", each)[0].text for each in params]
+
+    async def collect(each):
+        return "".join([piece async for piece in engine.astream("task", each)])
+
+    async def together():
+        return await asyncio.gather(*map(collect, params))
+
+    assert asyncio.run(asyncio.wait_for(together(), 60)) == alone
+    idle(engine)
+
+
+def test_several_threads_share_an_engine():
+    engine = build(budget=4)
+    params = [greedy(6 + i, temperature=1, seed=i) for i in range(8)]
+    alone = [engine.generate(f"thread {i}", each)[0].text for i, each in enumerate(params)]
+    got: dict[int, str] = {}
+
+    def work(i):
+        for _ in range(3):
+            if i % 2:
+                got[i] = "".join(engine.stream(f"thread {i}", params[i]))
+            else:
+                got[i] = engine.generate(f"thread {i}", params[i])[0].text
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread waits forever"
+    assert [got[i] for i in range(8)] == alone
+    idle(engine)
+
+
+# ---------------------------------------------------------------- by property
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_requests_and_aborts_leave_nothing_behind(seed):
+    """Any mix of prompts, samples, stops and aborts: what ends unaborted ends as if alone."""
+    draw = random.Random(seed)
+    engine = build(budget=draw.choice([1, 3, 8, 64]))
+    alone = build()
+    requests, texts = [], {}
+    while len(requests) < 8 or engine.scheduler.busy:
+        if len(requests) < 8 and draw.random() < 0.3:
+            prompt = bytes(draw.choices(b"abc ", k=draw.randint(1, 20))).decode()
+            params = SamplingParams(
+                max_tokens=draw.randint(1, 12), temperature=draw.choice([0, 1]), seed=seed,
+                n=draw.choice([1, 1, 2, 4]), stop=draw.choice([(), ("\ufffd",), ("a", "bc")]),
+                ignore_eos=draw.random() < 0.5,
+            )  # fmt: skip
+            requests.append((engine.add(prompt, params), prompt, params))
+        if requests and draw.random() < 0.1:
+            engine.abort(draw.choice(requests)[0])
+            engine.check()
+        for event in engine.step():
+            texts[event.request] = texts.get(event.request, "") + event.text
+        engine.check()
+    for request, prompt, params in requests:
+        assert request.finished
+        for expected, sampled in zip(alone.generate(prompt, params), request.family):
+            if sampled.finish_reason == "abort":
+                assert expected.token_ids[: len(sampled.output)] == sampled.output
+                assert expected.text.startswith(sampled.stream.text)
+                continue
+            output = engine.output(sampled)
+            assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
+            assert output.text == texts[sampled]
+            assert output.finish_reason == expected.finish_reason
+    idle(engine)
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_abort_after_any_step(at):
+    """Step 0: not begun. 1: half a prompt. 2 and later: forked and decoding. 7: over."""
+    engine = build(budget=3)
+    request = engine.add("hello", SamplingParams(max_tokens=5, n=3, ignore_eos=True, seed=1))
+    follower = engine.add("next", greedy(3))
+    for _ in range(at):
+        engine.step()
+        engine.check()
+    engine.abort(request)
+    engine.check()
+    ended = "length" if at >= 6 else "abort"
+    assert {sampled.finish_reason for sampled in request.family} == {ended}
+    assert all(sampled.slot is None for sampled in request.family)
+    held = 1 if follower in engine.scheduler.running else 0
+    assert len(engine.manager.holders) == held
+    engine.abort(request)  # again: no effect
+    run(engine)
+    assert follower.output == reference(engine, b"next", greedy(3))
+    idle(engine)
+
+
+def test_abort_of_a_waiting_request_and_of_one_sample():
+    engine = build()
+    first = engine.add("first", SamplingParams(max_tokens=5, n=2, ignore_eos=True))
+    second = engine.add("second", greedy(3))
+    engine.step()
+    engine.abort(second)
+    assert second.finish_reason == "abort" and second.output == []
+    engine.abort(first.family[1])  # a sample stands for its family
+    assert first.finish_reason == "abort"
+    idle(engine)
+
+
+# ---------------------------------------------------------------- ends of every kind
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 4])
+@pytest.mark.parametrize("way", ["closed", "deleted", "raised", "cycle"])
+def test_a_stream_left_early_frees_its_slot(pieces, way):
+    engine = build()
+
+    def consume():
+        stream = engine.stream("hello", greedy(30))
+        for _ in range(pieces):
+            next(stream)
+        if way == "closed":
+            stream.close()
+            assert stream.output.finish_reason == "abort"
+            assert len(stream.output.token_ids) >= pieces
+        if way == "cycle":
+            stream.itself = stream
+        if way == "raised":
+            raise LookupError("the consumer failed")
+
+    try:
+        consume()
+    except LookupError:
+        pass
+    gc.collect()
+    idle(engine)
+    assert engine.generate("hi", greedy(3))[0].finish_reason == "length"
+
+
+def test_what_a_closed_stream_has_shown_is_in_its_output():
+    engine = build()
+    (whole,) = engine.generate("hello", greedy(30))
+    stream = engine.stream("hello", greedy(30))
+    shown = "".join(itertools.islice(stream, 5))
+    stream.close()
+    stream.close()
+    assert stream.output.text.startswith(shown) and whole.text.startswith(shown)
+    assert stream.output.token_ids == whole.token_ids[: len(stream.output.token_ids)]
+    assert stream.output.finish_reason == "abort"
+
+
+def test_astream_left_early_frees_its_slot():
+    engine = build()
+
+    async def leave():
+        pieces = engine.astream("hello", greedy(30))
+        async for _ in pieces:
+            break
+        await pieces.aclose()
+        with pytest.raises(LookupError):
+            async for _ in engine.astream("hello", greedy(30)):
+                raise LookupError("the consumer failed")
+
+    asyncio.run(leave())
+    gc.collect()
+    idle(engine)
+
+
+def test_a_failed_step_is_that_requests_error():
+    engine = build(budget=3)
+    failing(engine, 3, RuntimeError("no memory\nand a long trace"))
+    outputs = engine.generate(["hello", "other"], [greedy(5), greedy(4)])
+    assert (outputs[0].finish_reason, outputs[0].stop_reason) == ("error", "no memory")
+    assert outputs[0].token_ids == reference(engine, b"hello", greedy(5))[:1]
+    assert outputs[1].token_ids == reference(engine, b"other", greedy(4))
+    idle(engine)
+
+
+def test_a_failed_step_reaches_the_stream():
+    engine = build()
+    failing(engine, 3, MemoryError())
+    stream = engine.stream("hello", greedy(9))
+    assert "".join(stream) == stream.output.text
+    assert (stream.output.finish_reason, len(stream.output.token_ids)) == ("error", 2)
+    assert stream.output.stop_reason
+    idle(engine)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_failed_step_ends_all_samples(number):
+    engine = build(budget=3)
+    failing(engine, number, RuntimeError("device lost"))
+    params = SamplingParams(max_tokens=5, n=3, ignore_eos=True)
+    outputs = engine.generate("hello", params)
+    assert {output.finish_reason for output in outputs} == {"error"}
+    idle(engine)
+    assert len(engine.generate("hello", params)) == 3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error(bad):
+    engine = build()
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+        def __call__(self, *args, **kwargs):
+            return inner(*args, **kwargs)
+
+        def logits(self, hidden):
+            logits = inner.logits(hidden)
+            Broken.passes += 1
+            return logits if Broken.passes != 3 else torch.full_like(logits, bad)
+
+    Broken.passes, inner = 0, engine.model
+    engine.model = Broken()
+    outputs = engine.generate(["hello", "other"], greedy(4, logprobs=1))
+    assert outputs[0].finish_reason == "error" and "finite" in outputs[0].stop_reason
+    assert len(outputs[0].token_ids) == len(outputs[0].logprobs) == 2
+    assert outputs[1].token_ids == reference(engine, b"other", greedy(4))
+    idle(engine)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_ctrl_c_inside_a_step_leaves_nothing_behind(number):
+    engine = build(budget=3)
+    failing(engine, number, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["hello", "other"], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
+    idle(engine)
+    (output,) = engine.generate("hello", greedy(4))
+    assert output.token_ids == reference(engine, b"hello", greedy(4))
+
+
+def test_nothing_runs_when_one_of_several_prompts_is_refused():
+    engine = build()
+    engine.model = Around(engine.model, lambda number: pytest.fail("a step ran"))
+    with pytest.raises(ValueError, match="not an id"):
+        engine.generate(["fine", [1, 2, 257]], greedy(2))
+    idle(engine)
+
+
+# ---------------------------------------------------------------- the door
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "words"),
+    [
+        ("", {}, "no tokens"),
+        ([], {}, "no tokens"),
+        ("x" * 64, {}, "64 tokens; the most is 63"),
+        ([1, 2, 257], {}, "257 is not an id of 0 to 256"),
+        ([1, -1], {}, "-1 is not an id"),
+        ([1, 2.5], {}, "2.5.* is not text, token ids or messages"),
+        (["a"], {}, "'a'.* is not text, token ids or messages"),
+        (None, {}, "None.* is not text, token ids or messages"),
+        ("hi", {"n": 5}, "n = 5 .* max_running is 4"),
+        ("hi", {"stop_token_ids": [257]}, "stop_token_ids: 257"),
+        ("hi", {"stop_token_ids": [-1]}, "stop_token_ids: -1"),
+        ("hi", {"logit_bias": {300: 1.0}}, "logit_bias: 300"),
+        ([{"role": "user", "content": 5}], {}, "content"),
+        ([{"content": "hi"}], {}, "role"),
+        ("\ud800", {}, "surrogate|encode|UTF|valid|text"),
+    ],
+)
+def test_refused_requests(prompt, settings, words):
+    engine = build()
+    params = SamplingParams(**settings)
+    with pytest.raises(ValueError, match=words):
+        engine.add(prompt, params)
+    with pytest.raises(ValueError, match=words):
+        engine.generate([prompt], params)
+    with pytest.raises(ValueError):
+        engine.stream(prompt, params)
+    idle(engine)
+
+
+def test_refused_lists_of_prompts():
+    engine = build()
+    for prompts in ([], (), None, 5, {"role": "user", "content": "hi"}):
+        with pytest.raises(ValueError, match="prompts"):
+            engine.generate(prompts)
+    with pytest.raises(ValueError, match="3 params for 2 prompts"):
+        engine.generate(["a", "b"], [greedy()] * 3)
+    with pytest.raises(ValueError, match="n = 2"):
+        engine.stream("a", SamplingParams(n=2))
+    idle(engine)
+
+
+def test_a_prompt_that_just_fits_is_not_refused():
+    engine = build()
+    assert len(engine.generate("x" * 63, greedy())[0].token_ids) == 1
+    with pytest.raises(ValueError, match="the prompt has 64 tokens; the most is 63"):
+        engine.generate("x" * 64, greedy())
+
+
+def test_a_checkpoint_without_tokenizer_takes_ids_only():
+    bare = models.random(models.tiny())
+    bare.name = "bare"
+    engine = Engine(bare, device="cpu", dtype="float32", max_len=32, max_running=1)
+    (output,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=4, seed=1))
+    assert len(output.token_ids) == 4 and output.text == ""
+    for prompt in ("hi", [{"role": "user", "content": "hi"}]):
+        with pytest.raises(ValueError, match="bare has no"):
+            engine.add(prompt)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.add([1], SamplingParams(stop="x"))
+    assert engine.name_of(7) == "id 7"
+
+
+def test_a_checkpoint_without_template_takes_no_messages():
+    engine = Engine(generate.byte_checkpoint(), device="cpu", dtype="float32", max_len=32)
+    with pytest.raises(ValueError, match="no chat template"):
+        engine.add([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"threads": 0}, "threads 0"),
+        ({"threads": -2}, "threads -2"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"dtype": torch.int32}, "dtype torch.int32"),
+        ({"max_len": 1}, "max_len 1.*256"),
+        ({"max_len": 257}, "max_len 257.*256"),
+        ({"kv_memory": 0}, "kv_memory 0"),
+        ({"kv_memory": 1000}, "kv_memory 1,000 bytes.*256 bytes.*4 requests"),
+        ({"budget": 0}, "budget 0"),
+        ({"max_running": -1}, "-1"),
+    ],
+)
+def test_refused_engines(settings, words):
+    with pytest.raises(ValueError, match=words):
+        build(**settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda_is_refused():
+    with pytest.raises(ValueError, match="cuda.*no CUDA device"):
+        build(device="cuda:1")
+
+
+def test_unknown_keywords_are_refused():
+    with pytest.raises(TypeError, match="speculate"):
+        build(speculate=True)
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+    with pytest.raises(TypeError, match="sampling"):
+        build().generate("hi", sampling=None)
+
+
+def test_threads_are_set():
+    before = torch.get_num_threads()
+    try:
+        build(threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------- the command line
+
+POSITIONS = 100_000  # enough to be interrupted in
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The tiny model as people have models: config.json, model.safetensors, tokenizer.json."""
+    whole, path = generate.byte_checkpoint(), tmp_path_factory.mktemp("tiny")
+    spec = dict(whole.tokenizer)
+    special = spec.pop("special_tokens")
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+        "vocab_size": END + 1, "max_position_embeddings": POSITIONS,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    settings = {**special, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    save_file(dict(whole.tensors), path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def cli(folder, capsys, monkeypatch):
+    """Run the command line in this process: exit code, standard output, standard error."""
+
+    def call(*arguments, stdin: str | None = None):
+        typed = io.StringIO(stdin or "")
+        monkeypatch.setattr(sys, "stdin", typed)
+        common = ["--model", str(folder), "--device", "cpu", "--dtype", "float32"]
+        try:
+            code = generate.main([*arguments, *common, "--max-len", "256", "--threads", "1"])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
+
+
+def answer(prompt: str, tokens: int = 12) -> str:
+    return build(max_len=256).generate(prompt, greedy(tokens))[0].text
+
+
+def test_a_prompt_answers_on_stdout_and_reports_on_stderr(cli):
+    code, out, err = cli("--prompt", "hi", *GREEDY)
+    assert (code, out) == (0, answer("u:hi\na:") + "\n")
+    assert "tokens   7 prompt + 12 output, length" in err
+    for word in ("TTFT", "TPOT", "cache", "bound"):
+        assert re.search(f"^{word} ", err, re.M), err
+    assert "stage" not in err
+
+
+def test_system_raw_and_stdin(cli):
+    assert cli("--prompt", "hi", "--system", "be", *GREEDY)[1] == answer("s:be\nu:hi\na:") + "\n"
+    assert cli("--prompt", "hi", "--raw", *GREEDY)[1] == answer("hi") + "\n"
+    assert cli("--prompt", "-", "--raw", *GREEDY, stdin="hi\n")[1] == answer("hi\n") + "\n"
+    loud = cli("--prompt", "hi", "--template", "loud=true", *GREEDY)[1]
+    assert loud == answer("u:hi\nLOUD a:") + "\n"
+
+
+def test_quiet_prints_the_answer_only(cli):
+    assert cli("--prompt", "hi", "--quiet", *GREEDY) == (0, answer("u:hi\na:") + "\n", "")
+
+
+def test_json_is_one_object(cli):
+    code, out, err = cli("--prompt", "hi", "--raw", "--json", "--logprobs", "2", *GREEDY)
+    whole = json.loads(out)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert set(whole) == {"text", "token_ids", "finish_reason", "stop_reason", "logprobs",
+                          "usage", "timings", "load_s"}  # fmt: skip
+    assert whole["text"] == answer("hi") and len(whole["token_ids"]) == 12
+    assert [entry["id"] for entry in whole["logprobs"]] == whole["token_ids"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+    assert whole["usage"]["prompt_tokens"] == 2 and whole["timings"]["ttft_s"] > 0
+
+
+def test_samples_and_a_seed(cli):
+    draw = ("--prompt", "hi", "--raw", "--max-tokens", "6", "--seed", "3", "--n", "2", "--quiet")
+    code, out, _ = cli(*draw)
+    assert code == 0 and "sample 1 of 2" in out and "sample 2 of 2" in out
+    assert cli(*draw)[1] == out
+    samples = json.loads(cli(*draw, "--json")[1])["samples"]
+    expected = build(max_len=256).generate("hi", SamplingParams(max_tokens=6, seed=3, n=2))
+    assert [s["token_ids"] for s in samples] == [output.token_ids for output in expected]
+    one = ("--prompt", "hi", "--raw", "--max-tokens", "6", "--quiet", "--json", "--seed")
+    ids = [json.loads(cli(*one, seed)[1])["token_ids"] for seed in ("3", "4", "3")]
+    assert ids[0] == ids[2] == samples[0]["token_ids"] and ids[0] != ids[1]
+
+
+def test_stop_strings_and_stop_ids(cli):
+    text = answer("hi")
+    stop = text[5:7]
+    code, out, err = cli("--prompt", "hi", "--raw", "--stop", "never", "--stop", stop, *GREEDY)
+    assert (code, out) == (0, text[: text.index(stop)] + "\n")
+    assert f"stop ({stop!r})" in err
+    (third,) = build().generate("hi", greedy(3))
+    whole = cli("--prompt", "hi", "--raw", "--json", *GREEDY, "--stop-token-id",
+                str(third.token_ids[-1]))[1]  # fmt: skip
+    assert json.loads(whole)["finish_reason"] == "stop"
+
+
+def test_trace_draws_the_stages_in_order(cli):
+    code, out, err = cli("--prompt", "hi", "--trace", *GREEDY)
+    assert code == 0 and out == answer("u:hi\na:") + "\n"
+    names = ["template", "tokenised", "scheduled", "prefill", "first token", "detokenised",
+             "streamed", "token 2", "token 4", "token 8", "last token (12)"]  # fmt: skip
+    places = [re.search(f"^{re.escape(name)} ", err, re.M) for name in names]
+    assert all(places), err
+    assert [m.start() for m in places] == sorted(m.start() for m in places)
+    assert re.search(r"loaded in \d+\.\d\d s", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "hi", "--banana"], "--banana"),
+        (["--prompt", "hi", "--max-tok", "3"], "--max-tok"),
+        (["--prompt", "hi", "--max-tokens", "0"], "max_tokens 0"),
+        (["--prompt", "hi", "--temperature", "-1"], "temperature -1"),
+        (["--prompt", "hi", "--top-p", "1.5"], "top_p 1.5"),
+        (["--prompt", "hi", "--stop", ""], "stop"),
+        (["--prompt", "hi", "--logit-bias", "7"], "'7' is not ID=BIAS"),
+        (["--prompt", "hi", "--logprobs", "3"], "--json"),
+        (["--prompt", "hi", "--kv-memory", "lots"], "'lots'"),
+        (["--prompt", "hi", "--kv-memory", "0"], "above 0"),
+        (["--prompt", "hi", "--template", "loud"], "NAME=VALUE"),
+        ([], "--prompt is needed"),
+        (["--json"], "--prompt is needed"),
+        (["--raw"], "--prompt is needed"),
+    ],
+)
+def test_wrong_usage_is_2_with_a_usage_line(cli, arguments, words):
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: generate.py") and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "no-such.gguf"], "no-such.gguf"),
+        (["--model", "./nowhere/at/all"], "nowhere"),
+        (["--threads", "0"], "threads 0"),
+        (["--device", "tpu"], "tpu"),
+        (["--budget", "0"], "budget 0"),
+        (["--max-len", "1"], "max_len 1"),
+        (["--kv-memory", "100"], "kv_memory 100"),
+        (["--prompt", ""], "a chat|tokens|empty|answer"),
+        (["--prompt", "x" * 300, "--max-len", "256"], "304|305|306"),
+        (["--raw", "--prompt", ""], "no tokens"),
+        (["--stop-token-id", "999"], "999"),
+    ],
+)
+def test_a_failure_is_1_with_one_sentence(folder, capsys, arguments, words):
+    common = ["--prompt", "hi", "--model", str(folder), "--max-tokens", "2", "--ignore-eos"]
+    code = generate.main([*common, "--dtype", "float32", "--device", "cpu", *arguments])
+    out, err = capsys.readouterr()
+    if arguments == ["--prompt", ""]:  # an empty message is a message
+        assert code == 0
+        return
+    assert (code, out) == (1, "")
+    assert err.startswith("generate.py: ") and re.search(words, err)
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_a_failed_answer_is_1(cli, monkeypatch):
+    def broken(self, hidden):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(models.Model, "logits", broken)
+    code, out, err = cli("--prompt", "hi", *GREEDY)
+    assert (code, out) == (1, "\n") and "error ('device lost')" in err
+    code, out, _ = cli("--prompt", "hi", "--json", *GREEDY)
+    assert code == 1 and json.loads(out)["finish_reason"] == "error"
+
+
+def test_chat_keeps_the_conversation(folder, capsys, monkeypatch):
+    typed = iter(["one", "  ", "x" * 300, "two"])
+
+    def ask(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError
+
+    seen = []
+    stream = Engine.stream
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(Engine, "stream", lambda self, messages, *rest: seen.append(
+        [dict(m) for m in messages]) or stream(self, messages, *rest))  # fmt: skip
+    arguments = ["--model", str(folder), "--system", "be", "--dtype", "float32", "--device", "cpu"]
+    assert generate.main([*arguments, "--max-len", "256", *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    first = [{"role": "system", "content": "be"}, {"role": "user", "content": "one"}]
+    said = {"role": "assistant", "content": answer("s:be\nu:one\na:")}
+    assert seen[0] == first
+    assert seen[1] == [*first, said, {"role": "user", "content": "x" * 300}]  # refused: too long
+    assert seen[2] == [*first, said, {"role": "user", "content": "two"}]
+    assert said["content"] in out and "the most is 255" in err
+    assert len(re.findall(r"^tokens   ", err, re.M)) == 2
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(cli, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(models, "CACHE", tmp_path / "file" / "octavo")
+    code, out, err = cli("--prompt", "hi", *GREEDY)
+    assert (code, out) == (0, answer("u:hi\na:") + "\n") and "bound" in err
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[1]", "null", '"x"', "{}", "\xff"])
+def test_a_broken_bandwidth_file_is_measured_again(broken, monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "CACHE", tmp_path)
+    monkeypatch.setattr(generate.torch, "ones", lambda *shape, device: torch.zeros(8, 8))
+    (tmp_path / "bandwidth.json").write_bytes(broken.encode("latin-1"))
+    measured = generate.read_bandwidth(torch.device("cpu"))
+    assert measured > 0
+    assert list(json.loads((tmp_path / "bandwidth.json").read_text()).values()) == [measured]
+    assert generate.read_bandwidth(torch.device("cpu")) == measured  # kept
+
+
+def write_gguf(path: Path):
+    """The tiny model in llama.cpp's format."""
+    gguf = pytest.importorskip("gguf")
+    whole = generate.byte_checkpoint()
+    vocab = whole.tokenizer["model"]["vocab"]
+    names = sorted(vocab, key=vocab.get)
+    w = gguf.GGUFWriter(str(path), "llama")
+    w.add_block_count(2)
+    w.add_embedding_length(32)
+    w.add_head_count(4)
+    w.add_head_count_kv(2)
+    w.add_key_length(8)
+    w.add_feed_forward_length(64)
+    w.add_context_length(256)
+    w.add_layer_norm_rms_eps(1e-6)
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_list([*names, "<end>", "ab"])
+    w.add_token_types([1] * END + [3, 1])
+    w.add_token_merges(["a b"])
+    w.add_eos_token_id(END)
+    short = {theirs: ours for ours, theirs in models.GGUF_BLOCK.items()}
+    for name, tensor in whole.tensors.items():
+        part = name.rpartition(".")[0]
+        if part == "model.embed_tokens" or part == "lm_head":
+            tensor = torch.cat((tensor, tensor[:1]))  # a row for "ab"
+        if part.startswith("model.layers."):
+            _, _, layer, inner = part.split(".", 3)
+            part = f"blk.{layer}.{short[inner]}"
+        else:
+            part = {theirs: ours for ours, theirs in models.GGUF_NAMES.items()}[part]
+        w.add_tensor(part + ".weight", tensor.numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+@pytest.mark.parametrize("broken", ["truncated", "empty", "other", "a folder"])
+def test_a_broken_parsed_copy_is_parsed_anew(broken, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(models, "CACHE", tmp_path / "cache")
+    write_gguf(tmp_path / "tiny.gguf")
+    arguments = ["--model", str(tmp_path / "tiny.gguf"), "--prompt", "hi", "--raw", "--quiet"]
+    arguments += ["--dtype", "float32", "--device", "cpu", *GREEDY]
+    assert generate.main(arguments) == 0
+    expected = capsys.readouterr().out
+    (kept,) = (tmp_path / "cache" / "parsed").glob("*.json")
+    whole = kept.read_bytes()
+    if broken == "a folder":
+        kept.unlink()
+        kept.mkdir()
+    else:
+        kept.write_bytes({"truncated": whole[:1000], "empty": b"", "other": b"[]"}[broken])
+    assert generate.main(arguments) == 0
+    assert capsys.readouterr().out == expected
+    if broken != "a folder":
+        assert kept.read_bytes() == whole
+
+
+# ---------------------------------------------------------------- as its own process
+
+
+@pytest.fixture(scope="module")
+def spawn(folder, tmp_path_factory):
+    """Start generate.py as people do."""
+    home = tmp_path_factory.mktemp("home")
+    started = []
+
+    def start(*arguments, **settings):
+        command = [sys.executable, str(ROOT / "generate.py"), "--model", str(folder)]
+        command += ["--device", "cpu", "--dtype", "float32", "--threads", "1", *arguments]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = {**os.environ, "HOME": str(home), "PYTHONUTF8": "1"}
+        environment.pop("PYTHONUNBUFFERED", None)
+        process = subprocess.Popen(command, env=environment, bufsize=0, **pipes | settings)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+ENDLESS = ("--temperature", "0", "--ignore-eos", "--max-tokens", str(POSITIONS - 100))
+
+
+def test_ctrl_c_keeps_the_text_and_prints_the_summary(spawn):
+    process = spawn("--prompt", "hi", "--raw", *ENDLESS)
+    shown = b""
+    while len(shown) < 40:
+        shown += process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    text, report = (shown + rest).decode(), err.decode()
+    assert process.returncode == 130, report
+    assert text.endswith("\n") and "Traceback" not in report
+    tokens = int(re.search(r"2 prompt \+ (\d+) output, abort", report)[1])
+    assert 5 <= tokens < POSITIONS - 100
+    few = min(tokens, 80)
+    assert text[:-1][: few // 4] == answer("hi", few)[: few // 4]
+    assert "TTFT" in report and "bound" in report
+
+
+@pytest.mark.parametrize("flags", [ENDLESS, ("--json", *GREEDY)], ids=["stream", "json"])
+def test_a_reader_that_goes_away_is_no_traceback(spawn, flags):
+    process = spawn("--prompt", "hi", "--raw", *flags)
+    if "--json" not in flags:
+        process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=60) in (0, 1)
+    assert "Traceback" not in err and "BrokenPipe" not in err, err
+
+
+class Terminal:
+    """A person at a terminal: types, and waits for what is printed."""
+
+    def __init__(self, spawn, *arguments):
+        self.master, slave = pty.openpty()
+
+        def own_terminal():
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = spawn(
+            *arguments, stdin=slave, stdout=slave, stderr=slave,
+            start_new_session=True, preexec_fn=own_terminal,
+        )  # fmt: skip
+        os.close(slave)
+        self.printed = ""
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
+        """Read until the pattern matches what was printed since the last match."""
+        until = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.printed, re.S)):
+            ready, _, _ = select.select([self.master], [], [], max(0, until - time.monotonic()))
+            assert ready, f"{pattern!r} did not come; there is {self.printed!r}"
+            try:
+                self.printed += os.read(self.master, 4096).decode("utf-8", "replace")
+            except OSError:  # the other side closed the terminal
+                raise AssertionError(f"{pattern!r} did not come; there is {self.printed!r}")
+        self.printed, before = self.printed[match.end() :], self.printed[: match.end()]
+        return before
+
+    def type(self, text: str):
+        os.write(self.master, text.encode())
+
+
+def test_chat_on_a_terminal(spawn):
+    chat = Terminal(spawn, "--temperature", "0", "--ignore-eos", "--max-tokens", "2000")
+    chat.wait_for("Ctrl-D ends.*> ")
+    chat.type("hi\n")
+    chat.wait_for("hi\r?\n.{10}")
+    chat.type("\x03")
+    chat.wait_for(r"7 prompt \+ \d+ output, abort.*> ")
+    chat.type("again\n")
+    chat.wait_for(r"2000 output, length.*> ")
+    chat.type("\x04")
+    assert chat.process.wait(timeout=60) == 0
+    os.close(chat.master)
+
+
+# ---------------------------------------------------------------- regressions
+
+
+def test_a_stream_that_has_ended_stays_ended():
+    """next() after the end, or after close(), raised KeyError instead of StopIteration."""
+    engine = build()
+    stream = engine.stream("hi", greedy(3))
+    assert list(stream) and list(stream) == [] and next(stream, None) is None
+    stream = engine.stream("hi", greedy(3))
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_a_failure_while_forking_ends_all_samples():
+    """A copy of the cache that failed left children running that nobody had asked for."""
+    engine = build()
+
+    def broken(*arguments):
+        raise RuntimeError("no memory")
+
+    engine.cache.copy = broken
+    request = engine.add("hello", SamplingParams(max_tokens=4, n=3))
+    engine.step()
+    assert {sampled.finish_reason for sampled in request.family} == {"error"}
+    idle(engine)
+
+
+def test_astream_cancelled_during_a_step_frees_its_slot():
+    """The step's thread met a mailbox that was gone, and the slot stayed held."""
+    engine = build()
+    slowed(engine, 0.05)
+
+    async def cancelled():
+        async def read():
+            async for _ in engine.astream("hello", greedy(40)):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.12)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())  # waits for its threads
+    idle(engine)
+
+
+def test_a_stream_closed_during_anothers_step_knows_that_it_was_aborted():
+    """output.finish_reason was None, and the step in flight still added a token afterwards."""
+    engine = build()
+    stream = engine.stream("hi", greedy(30))
+    next(stream)
+    slowed(engine, 0.1)
+    other = threading.Thread(target=engine.generate, args=("other", greedy(2)))
+    other.start()
+    time.sleep(0.03)  # inside the step
+    stream.close()
+    other.join()
+    assert stream.output.finish_reason == "abort"
+    assert stream.output.token_ids == stream.request.output
+    idle(engine)
+
+
+def test_a_step_of_another_thread_right_after_add_loses_no_text(monkeypatch):
+    """The mailbox was opened after the request was queued: events between got lost."""
+    engine = build()
+    add, threads = engine.scheduler.add, []
+
+    def add_and_step(request):
+        add(request)
+        # somebody who waits longer than this request runs, and so drives it
+        waits = type("Waits", (), {"finished": property(lambda self: request.finished)})()
+        waits.stream = SimpleNamespace(inbox=deque())
+        threads.append(threading.Thread(target=engine.receive, args=(waits,), daemon=True))
+        threads[0].start()
+        threads[0].join(0.5)
+
+    monkeypatch.setattr(engine.scheduler, "add", add_and_step)
+    stream = engine.stream("hi", greedy(8))
+    assert "".join(stream) == stream.output.text != ""
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+
+
+def test_steps_by_hand_lose_no_text_of_a_stream():
+    """step() gave a stream's events to its caller only."""
+    engine = build()
+    stream = engine.stream("hi", greedy(8))
+    engine.step()
+    engine.step()
+    assert "".join(stream) == stream.output.text
+
+
+def test_max_running_0_is_refused():
+    """It was taken for "not given"."""
+    with pytest.raises(ValueError, match="max_running"):
+        build(max_running=0)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_ctrl_c_during_a_prompt_is_heard_before_the_next_step(cli, monkeypatch, flags):
+    """The stream asked only between pieces of text: a long prefill could not be stopped."""
+    passes, forward = [], models.Model.__call__
+
+    def interrupted(self, *arguments):
+        passes.append(1)
+        if len(passes) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(models.Model, "__call__", interrupted)
+    code, out, err = cli("--prompt", "x" * 100, "--raw", "--budget", "1", *flags, *GREEDY)
+    assert code == 130 and len(passes) <= 4
+    assert "100 prompt + 0 output, abort" in err if not flags else '"abort"' in out
+
+
+def test_two_threads_that_add_at_once_keep_the_order():
+    """Numbers were given before the queue was entered: a later number could stand first."""
+    engine, make = build(), Engine._stream
+    other = threading.Thread(target=engine.add, args=("b",))
+
+    def interleaved(request):
+        if request.id == 0:
+            other.start()
+            other.join(0.2)
+        return make(engine, request)
+
+    engine._stream = interleaved
+    engine.add("a")
+    other.join()
+    engine.check()
+
+
+def test_flags_that_have_no_effect_are_refused(cli):
+    """--raw took --system and --template and did nothing with them."""
+    assert cli("--prompt", "hi", "--raw", "--system", "be", *GREEDY)[0] == 2
+    assert cli("--prompt", "hi", "--raw", "--template", "loud=true", *GREEDY)[0] == 2
+
+
+def test_a_device_that_torch_cannot_read_is_refused(cli):
+    """RuntimeError, so a traceback on the command line."""
+    with pytest.raises(ValueError, match="cpu:banana"):
+        build(device="cpu:banana")

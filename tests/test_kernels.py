@@ -1,0 +1,271 @@
+"""kernels.py: every operation by hand, against float64, and row by row."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from kernels import allow, linear, pack, rms_norm, rope, rope_tables, silu_mul
+
+torch.set_num_threads(1)
+HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of rounding once, relative
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounded_once(found, exact, extra=2e-6):
+    """found is float64's `exact` rounded to found's type, but for float32's own errors."""
+    assert found.dtype in HALF_STEP
+    error = (found.double() - exact).abs()
+    return bool((error <= exact.abs() * HALF_STEP[found.dtype] + extra).all())
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias():
+    weight = pack(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    x = torch.tensor([[1.0, 10.0]])
+    assert linear(x, weight).tolist() == [[21.0, 43.0, 65.0]]
+    assert linear(x, weight, torch.tensor([0.5, -1.0, 0.0])).tolist() == [[21.5, 42.0, 65.0]]
+
+
+def test_a_packed_weight_knows_its_shape_and_bytes():
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)):
+        packed = pack(randn(5, 3, dtype=dtype))
+        assert (packed.out_features, packed.in_features, packed.nbytes) == (5, 3, 15 * size)
+    assert not pack(randn(5, 3, dtype=torch.float64)).blocked
+
+
+def test_rms_norm_of_3_and_4_divides_by_the_root_of_12_and_a_half():
+    found = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    assert found[0].tolist() == pytest.approx([3 / math.sqrt(12.5), 8 / math.sqrt(12.5)])
+    found = rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 12.5)  # eps is inside the root
+    assert found[0].tolist() == pytest.approx([0.6, 0.8])
+    assert rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-6).tolist() == [[0.0] * 4]
+
+
+def test_rope_turns_each_coordinate_with_its_partner_in_the_other_half():
+    """A quarter turn takes (x, y) to (-y, x): pairs are (1, 3) and (2, 4), the second at rest."""
+    tables = rope_tables(torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]), 1.0)
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    assert rope(x, tables)[0, 0].tolist() == pytest.approx([-3.0, 2.0, 1.0, 4.0], abs=1e-6)
+
+
+def test_rope_at_position_0_turns_nothing():
+    x = randn(1, 3, 8)
+    tables = rope_tables(torch.tensor([0]), torch.tensor([1.0, 0.1, 0.01, 0.001]), 1.0)
+    assert tables.shape == (2, 1, 1, 8)
+    assert tables[0].eq(1).all() and tables[1].eq(0).all()
+    assert torch.equal(rope(x, tables), x)
+
+
+def test_the_rope_factor_scales_cosine_and_sine():
+    x, positions, frequencies = randn(2, 1, 4), torch.tensor([3, 9]), torch.tensor([1.0, 0.1])
+    plain = rope(x, rope_tables(positions, frequencies, 1.0))
+    scaled = rope(x, rope_tables(positions, frequencies, 1.5))
+    assert torch.allclose(scaled, 1.5 * plain, atol=1e-6)
+
+
+def test_silu_mul_gates_the_second_half_with_the_first():
+    found = silu_mul(torch.tensor([[0.0, 1.0, -1.0, 5.0, 2.0, 3.0]]))
+    sigmoid = 1 / (1 + math.exp(-1))
+    assert found[0].tolist() == pytest.approx([0.0, 2 * sigmoid, -3 * (1 - sigmoid)])
+
+
+def test_allow_reads_bit_i_of_word_w_as_id_32_w_plus_i():
+    words = torch.tensor([0b101 - 2**31, 2, -1], dtype=torch.int32)  # ids 0, 2, 31; 33; 64...
+    found = allow(torch.arange(70.0), words)
+    allowed = [0, 2, 31, 33, 64, 65, 66, 67, 68, 69]
+    assert found.isfinite().nonzero()[:, 0].tolist() == allowed
+    assert found[allowed].tolist() == allowed
+    assert found[1] == -torch.inf
+
+
+def test_allow_puts_minus_infinity_over_nan_too():
+    found = allow(torch.tensor([math.nan, 1.0]), torch.tensor([2], dtype=torch.int32))
+    assert found.tolist() == [-math.inf, 1.0]
+
+
+# ---------------------------------------------------------------- against the reference
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_of_a_packed_weight_equals_the_plain_product(rows, dtype, biased):
+    """48 products of numbers near 1 in float32; bfloat16 is rounded once, from more than it has."""
+    weight, x = randn(40, 48, seed=1, dtype=dtype), randn(rows, 48, seed=2, dtype=dtype)
+    bias = randn(40, seed=3, dtype=dtype) if biased else None
+    exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    found = linear(x, pack(weight), bias)
+    assert found.dtype == dtype and found.shape == (rows, 40)
+    if dtype == torch.float64:
+        assert torch.allclose(found, exact)
+    else:
+        assert rounded_once(found, exact, 2e-5)
+
+
+def test_linear_takes_weights_and_rows_that_are_slices_of_larger_tensors():
+    weight, x = randn(80, 96)[::2, 48:], randn(6, 96, seed=1)[::2, :48]
+    assert torch.allclose(linear(x, pack(weight)), x @ weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+def test_rms_norm_equals_float64_rounded_to_its_type(dtype, size):
+    x, weight = (randn(7, 64, seed=1) * size).to(dtype), 1 + randn(64, seed=2, dtype=dtype) / 4
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    found = rms_norm(x, weight, 1e-6)
+    assert found.dtype == dtype and rounded_once(found, exact * weight.double())
+
+
+def test_rms_norm_of_heads_is_over_the_last_dimension():
+    x, weight = randn(5, 3, 8), randn(8, seed=1)
+    found = rms_norm(x, weight, 1e-6)
+    assert torch.allclose(found[2, 1], rms_norm(x[2, 1:2], weight, 1e-6)[0])
+
+
+def turned(x, positions, frequencies, factor=1.0):
+    """Complex multiplication in float64: pair (x[i], x[i + D/2]) times e^(i angle)."""
+    half = x.shape[-1] // 2
+    angles = positions.double()[:, None, None] * frequencies.double()
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    pairs = pairs * torch.polar(torch.full_like(angles, factor), angles)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_equals_complex_multiplication_at_near_and_far_positions(dtype):
+    """Frequencies are powers of two, so float32 angles are exact up to 2^24 as promised."""
+    positions = torch.tensor([0, 1, 2, 77, 4095, 131_071, 2**20 + 1, 2**24])
+    frequencies = torch.tensor([1.0, 0.5, 0.125, 2.0**-10])
+    x = randn(8, 3, 8, dtype=dtype)
+    found = rope(x, rope_tables(positions, frequencies, 1.25))
+    assert found.dtype == dtype and found.shape == x.shape
+    assert rounded_once(found, turned(x, positions, frequencies, 1.25))
+
+
+def test_rope_of_a_real_models_frequencies_is_within_float32_of_the_exact_angles():
+    """theta 1e4, positions up to 128 Ki: an angle's error is at most its own float32 rounding,
+    2^-24 relative for the frequency and again for the product."""
+    frequencies = 1e4 ** -(torch.arange(32).double() / 32)
+    positions = torch.tensor([1, 1000, 8191, 131_071])
+    x = randn(4, 2, 64)
+    found = rope(x, rope_tables(positions, frequencies.float(), 1.0)).double()
+    error = (found - turned(x, positions, frequencies)).abs().amax((1, 2))
+    assert (error <= positions * 2.0**-23 * float(x.abs().max()) * 1.5 + 1e-6).all()
+
+
+def test_rope_keeps_lengths_and_depends_on_the_distance_of_positions_only():
+    frequencies = torch.tensor([1.0, 0.3, 0.01, 0.002])
+    q, k = randn(1, 1, 8, seed=1), randn(1, 1, 8, seed=2)
+
+    def at(x, position):
+        return rope(x, rope_tables(torch.tensor([position]), frequencies, 1.0))
+
+    assert torch.allclose(at(q, 50).norm(), q.norm(), atol=1e-5)
+    scores = [float((at(q, 7 + shift) * at(k, 2 + shift)).sum()) for shift in (0, 1, 100, 1000)]
+    assert scores == pytest.approx([scores[0]] * 4, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_equals_float64_within_two_roundings(dtype):
+    x = randn(9, 24, dtype=dtype) * 4
+    gate, up = x.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    found = silu_mul(x)
+    assert found.dtype == dtype and found.shape == (9, 12)
+    assert ((found.double() - exact).abs() <= exact.abs() * 3 * HALF_STEP[dtype] + 1e-6).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 257])
+def test_allow_equals_a_loop_over_bits(vocab):
+    draw = torch.Generator().manual_seed(vocab)
+    words = torch.randint(-(2**31), 2**31, (vocab // 32 + 2,), generator=draw).int()
+    logits = randn(vocab, seed=vocab)
+    expected = [
+        x if int(words[i // 32]) >> i % 32 & 1 else -math.inf for i, x in enumerate(logits.tolist())
+    ]
+    before = logits.clone()
+    assert allow(logits, words).tolist() == expected
+    assert torch.equal(logits, before)
+
+
+# ---------------------------------------------------------------- by property
+
+
+def operations(dtype):
+    """Every operation as a function of rows (T, 32) alone, and of their positions."""
+    weight, norm = pack(randn(32, 32, seed=1, dtype=dtype)), randn(32, seed=2, dtype=dtype)
+    bias, frequencies = randn(32, seed=3, dtype=dtype), torch.tensor([1.0, 0.1, 0.01, 0.001])
+    return {
+        "linear": lambda x, positions: linear(x, weight, bias),
+        "rms_norm": lambda x, positions: rms_norm(x, norm, 1e-6),
+        "silu_mul": lambda x, positions: silu_mul(x),
+        "rope": lambda x, positions: rope(
+            x.view(-1, 4, 8), rope_tables(positions, frequencies, 1.0)
+        ).flatten(1),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "silu_mul", "rope"])
+def test_a_rows_result_depends_on_that_row_alone(name, dtype):
+    """Bit for bit when other rows change; up to rounding when they are gone or permuted."""
+    run = operations(dtype)[name]
+    x, positions = randn(20, 32, dtype=dtype), torch.arange(20) * 37
+    whole = run(x, positions)
+    other, elsewhere = x.clone(), positions.clone()
+    other[:7], elsewhere[:7] = 1e6, 999
+    assert torch.equal(run(other, elsewhere)[7:], whole[7:])
+    step = 4 * HALF_STEP[dtype]
+    alone = torch.cat([run(x[i : i + 1], positions[i : i + 1]) for i in range(20)])
+    assert torch.allclose(alone.float(), whole.float(), rtol=step, atol=1e-5)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    permuted = run(x[order], positions[order])
+    assert torch.allclose(permuted.float(), whole[order].float(), rtol=step, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_packed_weight_is_never_written_after_it_is_made(dtype):
+    weight, bias = randn(24, 16, seed=1, dtype=dtype), randn(24, seed=2, dtype=dtype)
+    packed, kept = pack(weight), weight.clone()
+    x = randn(3, 16, dtype=dtype)
+    first, data = linear(x, packed), packed.data
+    for rows in (1, 3, 17):
+        linear(randn(rows, 16, dtype=dtype), packed, bias)
+    assert torch.equal(linear(x, packed), first)
+    assert packed.data is data and torch.equal(weight, kept)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        packed.data = weight
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "silu_mul", "rope"])
+def test_no_operation_writes_its_input(name):
+    x = randn(5, 32)
+    before = x.clone()
+    operations(torch.float32)[name](x, torch.arange(5))
+    assert torch.equal(x, before)
+
+
+# ---------------------------------------------------------------- the door
+
+
+def test_rows_of_another_width_are_refused():
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(RuntimeError):
+            linear(randn(2, 5, dtype=dtype), pack(randn(4, 6, dtype=dtype)))
+
+
+def test_a_weight_is_a_matrix():
+    with pytest.raises(ValueError):
+        pack(randn(4))
+
+
+def test_a_mask_shorter_than_the_vocabulary_is_refused():
+    with pytest.raises(RuntimeError):
+        allow(randn(70), torch.tensor([1, 1], dtype=torch.int32))

@@ -1,0 +1,62 @@
+"""Every file runs, quickly, and draws what the README shows: `python FILE.py` against a copy.
+
+After a change that is meant: python tests/test_pictures.py writes the copies anew.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXPECTED = Path(__file__).parent / "expected"
+RUNS = {  # copy -> command line
+    "kernels": ["kernels.py"],
+    "kernels_rows": ["kernels.py", "--rows", "16"],
+    "kv_cache": ["kv_cache.py"],
+    "kv_cache_qwen3": ["kv_cache.py", "--model", "Qwen3-8B"],
+    "model": ["model.py"],
+    "model_experts": ["model.py", "--experts", "4"],
+    "sample": ["sample.py"],
+    "sample_cold": ["sample.py", "--temperature", "0.5"],
+    "scheduler": ["scheduler.py"],
+    "scheduler_samples": ["scheduler.py", "--samples", "3"],
+    "generate_demo": ["generate.py", "--demo"],
+}
+REFUSED = {  # command line -> words of the refusal
+    ("kernels.py", "--rows", "0"): "--rows 0",
+    ("kv_cache.py", "--model", "nothing"): "nothing",
+    ("model.py", "--experts", "1"): "--experts 1",
+    ("sample.py", "--temperature", "0"): "--temperature 0",
+    ("scheduler.py", "--budget", "0"): "--budget",
+}
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_file_draws_its_picture(name):
+    result = run(RUNS[name])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (EXPECTED / f"{name}.txt").read_text()
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 40, f"{len(lines)} lines"
+    assert max(map(len, lines)) <= 110
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=lambda arguments: arguments[0])
+def test_a_bad_flag_is_refused_in_one_sentence(arguments):
+    result = run([*arguments])
+    assert result.returncode == 2, result.stdout
+    assert REFUSED[arguments] in result.stderr and "Traceback" not in result.stderr
+
+
+if __name__ == "__main__":
+    EXPECTED.mkdir(exist_ok=True)
+    for name, arguments in RUNS.items():
+        (EXPECTED / f"{name}.txt").write_text(run(arguments).stdout)

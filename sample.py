@@ -151,7 +151,8 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list[int | None], list[Logp
     ids = [i if ok else None for i, ok in zip(first.tolist(), best.isfinite().tolist())]
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and ids[i] is not None]
     if drawn:
-        chosen = _draw(scores[drawn].float(), [rows[i] for i in drawn])
+        part = scores if len(drawn) == len(rows) else scores[drawn]
+        chosen = _draw(part.float(), [rows[i] for i in drawn])
         for i, token in zip(drawn, chosen.tolist()):
             ids[i] = token
     return ids, _logprobs(logits, rows, ids)
@@ -189,9 +190,9 @@ def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
     is sorted: the winner is found, and only then asked whether it belongs to the top k and p.
     """
     columns = _Columns(rows, *scores.shape, scores.device)
-    # Relative to the best, so that rounding does not grow with the scores or 1 / temperature.
     best, first = scores.max(-1, keepdim=True)
-    scaled = (scores - best) / columns.temperature  # the best is 0
+    # Relative to the best, so that rounding does not grow with the scores or 1 / temperature.
+    scaled = (scores - best).div_(columns.temperature)  # the best is 0
     # The best id is always kept, so its noisy score is one that the winner must reach.
     floor = gumbel(columns.keys, first).float()
     values, ids = _contenders(scaled, floor, columns.keys)
@@ -235,10 +236,11 @@ def _contenders(scaled: Tensor, floor: Tensor, keys: Tensor) -> tuple[Tensor, Te
     integer arithmetic and one exp an id, where the noise itself takes two logarithms; a dozen
     ids are left of fifty thousand. Rows with fewer than C are filled up with -inf and id 0.
     """
-    distance = (0.5 - noise_bits(keys, _all_ids(scaled)).float() / 2.0**32).sub_(SLACK)  # <= 1 - u
+    bits = noise_bits(keys, _all_ids(scaled))
+    distance = bits.float().mul_(-(2.0**-32)).add_(0.5 - SLACK)  # not above 1 - u
     keep = distance <= (scaled - floor).exp_()
-    counts = keep.sum(-1)
     row, token = keep.nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=scaled.shape[0])
     place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     shape = (scaled.shape[0], int(counts.max()))
     values = torch.full(shape, -torch.inf, dtype=torch.float64, device=scaled.device)

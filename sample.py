@@ -192,24 +192,28 @@ def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
     columns = _Columns(rows, *scores.shape, scores.device)
     best, first = scores.max(-1, keepdim=True)
     # Relative to the best, so that rounding does not grow with the scores or 1 / temperature.
-    scaled = (scores - best).div_(columns.temperature)  # the best is 0
+    # Nothing wins from 60 below, noise being between -3.1 and 22.9; lower still, probabilities
+    # become denormal numbers, which CPUs compute a hundred times slower.
+    scaled = (scores - best).div_(columns.temperature).clamp_(min=-60)  # the best is 0
     # The best id is always kept, so its noisy score is one that the winner must reach.
     floor = gumbel(columns.keys, first).float()
     values, ids = _contenders(scaled, floor, columns.keys)
     noisy = values + gumbel(columns.keys, ids)
-    winner = noisy.argmax(-1, keepdim=True)
     if not columns.filtered:
-        return ids.gather(1, winner)[:, 0]
+        return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
     kept = _Kept(scaled, columns)
-    while True:
-        value, token = values.gather(1, winner), ids.gather(1, winner)
-        inside = kept(value.float(), token) | (token == first)
-        if inside.all():
-            return token[:, 0]
+    result = torch.empty_like(first[:, 0])
+    todo = torch.arange(len(rows), device=scores.device)  # rows whose winner is not known
+    while len(todo):
+        winner = noisy[todo].argmax(-1, keepdim=True)
+        value, token = values[todo].gather(1, winner), ids[todo].gather(1, winner)
+        result[todo] = token[:, 0]
+        out = ~(kept(todo, value.float(), token) | (token == first[todo]))[:, 0]
+        todo, value, token = todo[out], value[out], token[out]
         # What does not outrank an id that is left out is left out as well.
-        lower = (values < value) | ((values == value) & (ids >= token))
-        noisy = noisy.masked_fill(lower & ~inside, -torch.inf)
-        winner = noisy.argmax(-1, keepdim=True)
+        lower = (values[todo] < value) | ((values[todo] == value) & (ids[todo] >= token))
+        noisy[todo] = noisy[todo].masked_fill(lower, -torch.inf)
+    return result
 
 
 class _Columns:
@@ -278,13 +282,18 @@ class _Kept:
         self.probabilities = (scaled - total).exp_()
         self.least = columns.min_p.log()
 
-    def __call__(self, value: Tensor, token: Tensor) -> Tensor:
-        """value, token (R, 1) -> (R, 1) bool."""
-        before = (self.scaled > value) | ((self.scaled == value) & (self.ids < token))
-        rank = before.sum(-1, keepdim=True)
-        mass = (self.probabilities * before).sum(-1, keepdim=True)
-        top_p = (mass < self.columns.top_p) | (self.columns.top_p >= 1)
-        return (rank < self.columns.top_k) & top_p & (value >= self.least)
+    def __call__(self, rows: Tensor, value: Tensor, token: Tensor) -> Tensor:
+        """One id of each of some rows (N,): value, token (N, 1) -> (N, 1) bool."""
+        whole = len(rows) == len(self.scaled)
+        scaled = self.scaled if whole else self.scaled[rows]
+        probabilities = self.probabilities if whole else self.probabilities[rows]
+        top_k, top_p = self.columns.top_k[rows], self.columns.top_p[rows]
+        before = (scaled > value) | ((scaled == value) & (self.ids < token))
+        mass = (probabilities * before).sum(-1, keepdim=True)
+        inside = (mass < top_p) | (top_p >= 1)
+        if self.columns.largest_k:
+            inside &= before.sum(-1, keepdim=True) < top_k
+        return inside & (value >= self.least[rows])
 
 
 def _logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:

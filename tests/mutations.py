@@ -79,8 +79,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'sample.py',
-        '        return (rank < self.columns.top_k) & top_p & (value >= self.least)',
-        '        return (rank <= self.columns.top_k) & top_p & (value >= self.least)',
+        '            inside &= before.sum(-1, keepdim=True) < top_k',
+        '            inside &= before.sum(-1, keepdim=True) <= top_k',
         'rule: top-k keeps k ids, not k + 1',
         'tests/test_sample.py -k test_of_equals_the_filters_keep_the_smaller_ids',
     ),

@@ -205,7 +205,10 @@ class Engine:
         return whole
 
     def _row(self, request: Request) -> Row:
-        return Row(request.params, request.seed, request.tokens, request.prompt_tokens)
+        tokens = request.tokens
+        return Row(
+            request.params, request.seed, len(tokens), tokens, prompt_tokens=request.prompt_tokens
+        )
 
     def _cut(self, plan, ids, logprobs) -> list[tuple[list[int], str | None]]:
         """Per planned request the ids that stay, and why it ends if it does."""

@@ -109,14 +109,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def allow(logits: Tensor, words: Tensor) -> Tensor:
-    """logits (V,) with -inf where the mask forbids: bit i of words[w] allows id 32 * w + i.
+def allow(logits: Tensor, mask: Tensor) -> Tensor:
+    """logits (V,) with -inf where the mask forbids.
 
-    words: int32, at least V / 32 of them, rounded up.
+    mask: packed int32 words, in which bit i of word w allows id 32 * w + i, rounded up to whole
+    words; or one bool for each id.
     """
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    allowed = (words[:, None] >> bits & 1).bool().flatten()[: logits.shape[-1]]
-    return torch.where(allowed, logits, -torch.inf)
+    if mask.dtype != torch.bool:
+        bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+        mask = (mask[:, None] >> bits & 1).bool().flatten()[: logits.shape[-1]]
+    return torch.where(mask, logits, -torch.inf)
 
 
 # ---------------------------------------------------------------- the experiment

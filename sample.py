@@ -118,15 +118,16 @@ RANGES = (  # field, lowest, highest, whole numbers only
 class Row:
     """What sampling needs to know of one row of logits."""
 
-    params: SamplingParams  # with_defaults applied
+    params: SamplingParams
     seed: int
-    history: Sequence[int]  # all tokens before the one to sample
-    prompt_tokens: int  # how many of them are the prompt
-    mask: Tensor | None = None  # int32 words, see kernels.allow
+    position: int  # of the token to sample, 0 being the prompt's first
+    history: Sequence[int] = ()  # all tokens before it; only penalties look at them
+    mask: Tensor | None = None  # ids that are allowed, see kernels.allow
+    prompt_tokens: int = 0  # how many of history are the prompt
 
-    @property
-    def position(self) -> int:
-        return len(self.history)
+    def __post_init__(self):
+        if None in (self.params.temperature, self.params.repetition_penalty):
+            object.__setattr__(self, "params", self.params.with_defaults({}))
 
 
 @dataclass(frozen=True)
@@ -376,7 +377,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
     counts = []
     for settings in cases.values():
         params = SamplingParams(temperature=temperature, **settings).with_defaults({})
-        rows = [Row(params, 1, range(i), 0) for i in range(draws)]
+        rows = [Row(params, 1, i) for i in range(draws)]
         ids, _ = sample(logits.expand(draws, -1), rows)
         counts.append([ids.count(i) for i in range(len(words))])
     for i, word in enumerate(words):
@@ -386,7 +387,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
     lines += ["", "Each draw has its own position; the same (seed, position) draws the same id:"]
     params = SamplingParams(temperature=temperature).with_defaults({})
     for seed in (1, 1, 2):
-        rows = [Row(params, seed, range(i), 0) for i in range(9)]
+        rows = [Row(params, seed, i) for i in range(9)]
         ids, _ = sample(logits.expand(9, -1), rows)
         lines.append(f"  seed {seed}: " + " ".join(words[i] for i in ids))
     return "\n".join(lines)

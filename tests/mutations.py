@@ -58,8 +58,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'sample.py',
-        '        return len(self.history)',
-        '        return len(self.history) - self.prompt_tokens',
+        '        self.keys = column([noise_key(r.seed, TARGET, r.position) for r in rows], torch.int32)',
+        '        self.keys = column([noise_key(r.seed, TARGET, r.position - r.prompt_tokens) for r in rows], torch.int32)',
         '3: noise depends on where the prompt ends',
         'tests/test_sample.py -k test_the_draw_does_not_depend_on_the_ids_before_or_on_where_the_prompt_ends',
     ),
@@ -310,8 +310,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'kernels.py',
-        '    allowed = (words[:, None] >> bits & 1).bool().flatten()[: logits.shape[-1]]',
-        '    allowed = (words[:, None] >> bits & 1).bool().T.flatten()[: logits.shape[-1]]',
+        '        mask = (mask[:, None] >> bits & 1).bool().flatten()[: logits.shape[-1]]',
+        '        mask = (mask[:, None] >> bits & 1).bool().T.flatten()[: logits.shape[-1]]',
         'rule: bit i of words[w] allows id 32 * w + i',
         'tests/test_kernels.py -k test_allow_reads_bit_i_of_word_w_as_id_32_w_plus_i',
     ),

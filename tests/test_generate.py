@@ -103,7 +103,7 @@ def reference(engine: Engine, prompt, params: SamplingParams, seed: int = 0) -> 
         cache = kv_cache.ContiguousCache(engine.config.specs, 1, n)
         step = cache.prepare([(tiny.request(tokens), n)])
         hidden, _ = engine.model(step.tokens, step.positions, step)
-        row = Row(params, seed, tokens, len(prompt))
+        row = Row(params, seed, len(tokens), tokens, prompt_tokens=len(prompt))
         ids, _ = sample(engine.model.logits(hidden[step.sample_rows]), [row])
         tokens = tokens + ids
         if ids[0] == END and not params.ignore_eos:

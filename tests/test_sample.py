@@ -38,7 +38,7 @@ def params(**fields):
 
 def one(logits, history=(), prompt_tokens=0, mask=None, seed=1, **fields):
     """Sample one row of logits given as a list: (id, logprobs)."""
-    row = Row(params(**fields), seed, list(history), prompt_tokens, mask)
+    row = Row(params(**fields), seed, len(history), list(history), mask, prompt_tokens)
     ids, logprobs = sample(torch.tensor([logits]), [row])
     return ids[0], logprobs[0]
 
@@ -117,14 +117,14 @@ def test_temperature_0_takes_the_largest_logit_and_the_first_of_equals():
 def test_top_p_keeps_the_token_that_crosses_p():
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(2000, -1)
     for p, kept in ((0.6, {2, 3}), (0.3, {3}), (0.75, {1, 2, 3}), (0.95, {0, 1, 2, 3})):
-        ids, _ = sample(logits, [Row(params(top_p=p), 1, range(i), 0) for i in range(2000)])
+        ids, _ = sample(logits, [Row(params(top_p=p), 1, i) for i in range(2000)])
         assert set(ids) == kept, f"top_p {p}"
 
 
 def test_of_equals_the_filters_keep_the_smaller_ids():
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]).expand(500, -1)
     for fields, kept in (({"top_k": 2}, {1, 2}), ({"top_k": 3, "top_p": 0.5}, {1, 2})):
-        ids, _ = sample(logits, [Row(params(**fields), 1, range(i), 0) for i in range(500)])
+        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == kept, f"{fields}"
 
 
@@ -180,7 +180,7 @@ def test_logprobs_are_of_the_raw_logits_whatever_changes_the_draw():
 def test_each_row_of_a_batch_gets_its_own_logprobs_or_none():
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0], [math.nan, 0.0], [5.0, 0.0]])
     asked = [None, 1, 1, 0]
-    rows = [Row(params(temperature=0, logprobs=n), 0, [0], 1) for n in asked]
+    rows = [Row(params(temperature=0, logprobs=n), 0, 1, [0], prompt_tokens=1) for n in asked]
     ids, logprobs = sample(logits, rows)
     assert ids == [1, 0, None, 0]
     assert [x and x.id for x in logprobs] == [None, 0, None, 0]
@@ -193,7 +193,7 @@ def test_sample_0_has_the_requests_own_seed_and_the_others_differ():
     assert len(set(seeds)) == 64
     assert not set(seeds[1:]) & {sample_seed(8, i) for i in range(64)}
     logits = torch.zeros(64, 1000)
-    ids, _ = sample(logits, [Row(params(), seed, [0], 1) for seed in seeds])
+    ids, _ = sample(logits, [Row(params(), seed, 1, [0], prompt_tokens=1) for seed in seeds])
     assert len(set(ids)) > 50  # 64 draws of 1000 equal ids: 62 different ones on average
 
 
@@ -224,7 +224,7 @@ def test_draws_follow_the_brute_force_law(fields):
     """8000 draws; 1e-6 is the chance that a correct sampler fails one of these."""
     draws = 8000
     p = params(**fields)
-    rows = [Row(p, 3, range(i), 0) for i in range(draws)]
+    rows = [Row(p, 3, i) for i in range(draws)]
     ids, _ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
     expected = law(LOGITS, **fields)
     assert set(ids) == set(expected)
@@ -236,7 +236,7 @@ def test_draws_follow_the_brute_force_law(fields):
 
 def test_draws_over_many_seeds_follow_the_law_as_draws_over_positions_do():
     draws, fields = 8000, {"temperature": 1.3, "top_k": 5}
-    rows = [Row(params(**fields), seed, [0], 1) for seed in range(-draws // 2, draws // 2)]
+    rows = [Row(params(**fields), seed, 1, [0], prompt_tokens=1) for seed in range(-draws // 2, draws // 2)]
     ids, _ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
     expected = law(LOGITS, **fields)
     counts = [ids.count(i) for i in expected]
@@ -247,7 +247,7 @@ def test_draws_over_many_seeds_follow_the_law_as_draws_over_positions_do():
 def test_consecutive_draws_of_one_seed_are_independent():
     """Pairs of draws at neighbouring positions, as a 4 x 4 table: 15 degrees of freedom."""
     draws = 20_000
-    rows = [Row(params(), 11, range(i), 0) for i in range(draws)]
+    rows = [Row(params(), 11, i) for i in range(draws)]
     ids, _ = sample(torch.tensor([0.0, 0.5, 1.0, -0.5]).expand(draws, -1), rows)
     shares = law([0.0, 0.5, 1.0, -0.5])
     counts = {(a, b): 0 for a in range(4) for b in range(4)}
@@ -261,7 +261,7 @@ def test_top_p_is_taken_of_what_top_k_left():
     """Of [.4 .3 .2 .1] the best two have 4/7 and 3/7, so p = .5 keeps one; of all it is two."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(500, -1)
     for fields, kept in (({"top_p": 0.5}, {0, 1}), ({"top_p": 0.5, "top_k": 2}, {0})):
-        ids, _ = sample(logits, [Row(params(**fields), 1, range(i), 0) for i in range(500)])
+        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == kept
 
 
@@ -331,7 +331,7 @@ def scores_of(kind, R, V, seed):
 def test_the_draw_is_the_argmax_of_all_noisy_scores(kind, R, V, temperature):
     """Nothing that could win is left out unexamined: ids are compared one by one."""
     scores = scores_of(kind, R, V, seed=R + V)
-    rows = [Row(params(temperature=temperature), 5, range(i), 0) for i in range(R)]
+    rows = [Row(params(temperature=temperature), 5, i) for i in range(R)]
     assert_wins(scores, rows, _draw(scores, rows))
 
 
@@ -349,7 +349,7 @@ def test_the_filtered_draw_is_the_argmax_over_what_the_law_keeps(V, R):
                 top_p=draw.choice([1.0, 0.871, 0.457, 0.0537]),
                 min_p=draw.choice([0.0, 0.0, 0.1, 0.6]),
             )
-            rows.append(Row(p, draw.randrange(2**64), range(i), 0))
+            rows.append(Row(p, draw.randrange(2**64), i))
         found = _draw(scores, rows).tolist()
         noisy, _ = full_gumbel(scores, rows)
         ambiguous = 0
@@ -496,7 +496,7 @@ def some_rows(count, vocab, seed):
             logit_bias=draw.choice([None, {3: 2.0}]),
             logprobs=draw.choice([None, 0, 3]),
         )
-        rows.append(Row(p, draw.randrange(10**6), history, draw.randrange(len(history)), mask))
+        rows.append(Row(p, draw.randrange(10**6), len(history), history, mask, draw.randrange(len(history))))
     return logits, rows
 
 
@@ -525,7 +525,7 @@ def test_the_same_seed_draws_the_same_whatever_was_drawn_before():
 def test_the_draw_does_not_depend_on_the_ids_before_or_on_where_the_prompt_ends():
     logits = torch.zeros(1, 1000)
     drawn = {
-        sample(logits, [Row(params(), 3, history, prompt_tokens)])[0][0]
+        sample(logits, [Row(params(), 3, len(history), history, prompt_tokens=prompt_tokens)])[0][0]
         for history, prompt_tokens in (([1] * 9, 9), ([2] * 9, 4), (range(9), 1), ([5] * 9, 0))
     }
     assert len(drawn) == 1
@@ -554,10 +554,10 @@ def test_a_masked_id_is_never_drawn_in_a_million_draws():
     p = params(temperature=5.0)
     seen = set()
     for start in range(0, 1_000_000, 50_000):
-        rows = [Row(p, start + i, (), 0) for i in range(50_000)]
+        rows = [Row(p, start + i, 0) for i in range(50_000)]
         seen |= set(_draw(scores.expand(50_000, -1), rows).tolist())
     assert seen == {1, 4, 33}
-    rows = [Row(params(top_p=0.9), 1, range(i), 0, allowed) for i in range(2000)]
+    rows = [Row(params(top_p=0.9), 1, i, mask=allowed) for i in range(2000)]
     assert set(sample(logits.expand(2000, -1), rows)[0]) == {1, 4, 33}
 
 
@@ -566,23 +566,23 @@ def test_a_row_that_is_not_finite_gives_none_and_the_others_draw_as_without_it(b
     for greedy in (True, False):
         logits, rows = some_rows(30, 70, 4)
         if greedy:
-            rows = [Row(params(temperature=0), 1, [0], 1) for _ in rows]
+            rows = [Row(params(temperature=0), 1, 1, [0], prompt_tokens=1) for _ in rows]
         expected, _ = sample(logits, rows)
         for i in (0, 13, 29):
             logits[i, 5] = bad
-            rows[i] = Row(params(temperature=rows[i].params.temperature, logprobs=1), 1, [0], 1)
+            rows[i] = Row(params(temperature=rows[i].params.temperature, logprobs=1), 1, 1, [0], prompt_tokens=1)
             expected[i] = None
         ids, logprobs = sample(logits, rows)
         assert ids == expected
         assert logprobs[0] is logprobs[13] is logprobs[29] is None
-    assert sample(torch.full((2, 5), bad), [Row(params(), 1, [0], 1)] * 2)[0] == [None, None]
+    assert sample(torch.full((2, 5), bad), [Row(params(), 1, 1, [0], prompt_tokens=1)] * 2)[0] == [None, None]
 
 
 def test_a_row_whose_ids_are_all_masked_gives_none_and_the_others_draw_as_without_it():
     logits, rows = some_rows(30, 70, 5)
     expected, _ = sample(logits, rows)
     for i, temperature in ((0, 0), (17, 1.0)):
-        rows[i] = Row(params(temperature=temperature, top_k=3), 1, [0], 1, words([], 70))
+        rows[i] = Row(params(temperature=temperature, top_k=3), 1, 1, [0], words([], 70), 1)
         expected[i] = None
     assert sample(logits, rows)[0] == expected
 
@@ -592,7 +592,7 @@ def test_logits_of_minus_infinity_are_never_drawn():
     logits[:, 2] = 0.0
     logits[:, 4] = 0.5
     for fields in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 0.01}, {"temperature": 50.0}):
-        ids, _ = sample(logits, [Row(params(**fields), 1, range(i), 0) for i in range(500)])
+        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == {2, 4}, f"{fields}"
 
 
@@ -682,7 +682,7 @@ def test_a_generation_config_out_of_range_is_refused_by_name():
 
 def test_as_many_rows_as_logits_are_needed():
     with pytest.raises(AssertionError, match="1 rows for 2"):
-        sample(torch.zeros(2, 3), [Row(params(), 1, [0], 1)])
+        sample(torch.zeros(2, 3), [Row(params(), 1, 1, [0], prompt_tokens=1)])
 
 
 # ---------------------------------------------------------------- regressions
@@ -695,7 +695,7 @@ def test_a_tiny_temperature_draws_the_best_id(temperature):
     with a filter searched for ever. Below 1e-37 the quotient overflowed: IndexError."""
     logits = torch.full((2000, 8), -5.0)
     logits[:, 3] = 40.0
-    rows = [Row(params(temperature=temperature), 1, range(i), 0) for i in range(2000)]
+    rows = [Row(params(temperature=temperature), 1, i) for i in range(2000)]
     assert set(sample(logits, rows)[0]) == {3}
 
 

@@ -230,47 +230,45 @@ class Counting:
 
 
 def picture(prompts: list[int], outputs: int, budget: int, samples: int) -> str:
-    """Requests x steps: a digit is a prompt chunk's tokens, d a decode, . waiting."""
+    """Requests x steps: a digit is a prompt chunk's tokens, d a decode, f a fork, . waiting."""
     manager = Counting()
     scheduler = Scheduler(manager, budget, max_running=max(samples, 4))
     for i, length in enumerate(prompts):
         scheduler.add(Request(i, list(range(length)), samples=samples if i == 1 else 1))
-    rows: dict[tuple[int, int], str] = {}
-    tokens, cached = [], []
+    rows: dict[str, str] = {}  # name -> what it did in each step
+    tokens, cached = [], []  # of each step
+
+    def draw(request: Request, mark: str):
+        sampled = samples > 1 and request.id == 1  # the one with several samples: B1, B2, ...
+        name = "ABCDEFGH"[request.id] + (str(request.index + 1) if sampled else " ")
+        rows[name] = rows.get(name, "").ljust(len(tokens)) + mark
+
     while scheduler.busy:
-        waiting = [request.id for request in scheduler.waiting]
         plan = scheduler.plan()
-        step = len(tokens)
-        tokens.append(sum(n for _, n in plan))
-        for request, n in list(plan):
-            for i in range(1, request.samples if n == request.behind else 1):
-                plan.append((scheduler.fork(request, i), 0))
-        cached.append(sum(manager.held.values()))
+        for request in scheduler.waiting:
+            draw(request, ".")
+        whole, kept = [], []
         for request, n in plan:
-            mark = "f" if n == 0 else "d" if len(request.output) else f"{n:x}"
-            row = rows.setdefault((request.id, request.index), "").ljust(step)
-            rows[request.id, request.index] = row + mark
-        for i in waiting:
-            if not any(request.id == i for request, _ in plan):
-                rows[i, 0] = rows.get((i, 0), "").ljust(step) + "."
-        kept = []
-        for j, (request, n) in enumerate(plan):
-            n = n or plan[0][1]  # a fork shares the row its parent computed
-            plan[j] = (request, n)
             last = n == request.behind
-            done = last and len(request.output) + 1 == outputs
-            kept.append(([0] * last, "length" if done else None))
-        scheduler.commit(plan, kept)
+            forks = range(1, request.samples) if last else ()
+            family = [request, *(scheduler.fork(request, i) for i in forks)]
+            ends = last and len(request.output) + 1 == outputs
+            for one in family:
+                draw(one, "f" if one is not request else "d" if request.output else f"{n:x}")
+                whole.append((one, n))
+                kept.append(([0] * last, "length" if ends else None))
+        tokens.append(sum(n for _, n in plan))
+        cached.append(sum(manager.held.values()))
+        scheduler.commit(whole, kept)
         scheduler.check()
-    width = len(tokens)
+    steps = len(tokens)
     lines = [f"budget {budget} tokens a step, {outputs} tokens generated a request", ""]
-    lines.append("step    " + "".join(str(i % 10) for i in range(width)))
-    for (i, sample), row in sorted(rows.items()):
-        lines.append(f"  {'ABCDEFGH'[i]}{sample + 1 if sample or samples > 1 and i == 1 else ' '}    {row}")
+    lines.append("step    " + "".join(str(i % 10) for i in range(steps)))
+    lines += [f"  {name}    {row}" for name, row in sorted(rows.items())]
     lines.append("tokens  " + "".join(f"{n:x}" for n in tokens))
     lines.append("")
     lines.append(
-        f"{width} steps, {sum(tokens)} tokens computed, {max(cached)} in the cache at most,"
+        f"{steps} steps, {sum(tokens)} tokens computed, {max(cached)} in the cache at most,"
         f" {sum(n == 1 for n in tokens)} steps with a single row"
     )
     lines.append("digit (hex): prompt tokens   d: decode   f: fork   .: waiting")

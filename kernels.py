@@ -78,7 +78,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Example: x = [3, 4], weight = [1, 1]: mean square 12.5, so [0.8485, 1.1314].
     """
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * weight).to(x.dtype)
 
 
 def rope_tables(positions: Tensor, inverse_frequencies: Tensor, factor: float) -> Tensor:

@@ -261,8 +261,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'kernels.py',
-        '    return F.rms_norm(x, (x.shape[-1],), weight, eps)',
-        '    return F.rms_norm(x, x.shape, weight.expand(x.shape), eps)',
+        '    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)',
+        '    h = h * torch.rsqrt(h.square().mean() + eps)',
         '1: a norm is over all rows',
         'tests/test_kernels.py -k test_rms_norm_equals_float64_rounded_to_its_type',
     ),

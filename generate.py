@@ -142,6 +142,7 @@ class Engine:
             special = checkpoint.tokenizer.get("special_tokens", {})
             self.template = ChatTemplate(checkpoint.template, special)
         self.stop_ids = self._stop_ids(checkpoint)
+        self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
         with torch.inference_mode():
             self.model = models.Model(
                 self.config, checkpoint.tensors, self.device, self.dtype, progress
@@ -182,7 +183,7 @@ class Engine:
             ids, logprobs = sample(logits, rows) if rows else ([], [])
         except (RuntimeError, MemoryError) as error:  # out of memory, a device that failed
             reason = (str(error).strip() or "the step failed").splitlines()[0]
-            failed = {sample: None for request, _ in plan for sample in request.family}
+            failed = dict.fromkeys(one for request, _ in plan for one in request.family)
             return [event for request in failed for event in self._end(request, "error", reason)]
         kept = self._cut(plan, iter(ids), iter(logprobs))
         self.cache.commit(step, kept)
@@ -224,6 +225,7 @@ class Engine:
                 stream.stop_reason = "no token can be drawn: logits are not finite"
                 kept.append(([], "error"))
                 continue
+            request.stamps.setdefault("first token", now)
             request.token_stamps.append(now)
             if logprob is not None:
                 stream.logprobs.append(logprob)
@@ -285,16 +287,18 @@ class Engine:
     def _ids(self, prompt, template: dict | None, stamps: dict) -> list[int]:
         """A prompt of any kind as token ids."""
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            rendered = self._need_template().protected(self.tokenizer, prompt, **(template or {}))
+            if self.template is None:
+                raise ValueError(f"{self.name} has no chat template: use a raw prompt")
+            text, restore = self.template.protected(self.tokenizer, prompt, **(template or {}))
             stamps["template"] = time.perf_counter()
-            return self.tokenizer.encode(rendered[0], restore=rendered[1])
+            return self.tokenizer.encode(text, restore=restore)
         if template:
             raise ValueError(f"template variables {sorted(template)} go with messages only")
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer()
-            ids = tokenizer.encode(prompt)
-            written = ids[: len(tokenizer.prefix)] == tokenizer.prefix
-            return ids if written else tokenizer.prefix + ids
+            if self.tokenizer is None:
+                raise ValueError(f"{self.name} has no tokenizer.json: prompts must be token ids")
+            ids, prefix = self.tokenizer.encode(prompt), self.tokenizer.prefix
+            return ids if ids[: len(prefix)] == prefix else prefix + ids
         try:
             return [operator.index(i) for i in prompt]
         except TypeError:
@@ -338,7 +342,7 @@ class Engine:
             for request in requests:
                 while not request.finished:
                     self.receive(request)
-            return [self.output(sample) for request in requests for sample in request.family]
+            return [self.output(one) for request in requests for one in request.family]
         finally:
             for request in requests:
                 self.abort(request)
@@ -372,7 +376,6 @@ class Engine:
     def output(self, request: Request) -> Output:
         """What a request has produced so far."""
         stream, ids = request.stream, request.output
-        cached = request.computed * kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
         return Output(
             text=stream.text,
             token_ids=list(ids),
@@ -382,7 +385,7 @@ class Engine:
             usage={
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": len(ids),
-                "cache_bytes": cached,
+                "cache_bytes": request.computed * self.bytes_per_token,
             },
             timings=timings(request),
         )
@@ -391,13 +394,11 @@ class Engine:
 
     def _stop_ids(self, checkpoint) -> set[int]:
         """Union of config.json, generation_config.json and the tokenizer's end of sequence."""
-        stops = set(self.config.stop_ids)
-        value = checkpoint.generation.get("eos_token_id")
-        stops |= set(value if isinstance(value, list) else [] if value is None else [value])
+        stops = {*self.config.stop_ids, *models.ids_of(checkpoint.generation.get("eos_token_id"))}
         if self.tokenizer is not None:
             eos = checkpoint.tokenizer.get("special_tokens", {}).get("eos_token")
-            stops |= {self.tokenizer.special[eos]} if eos in self.tokenizer.special else set()
-        return stops
+            stops.add(self.tokenizer.special.get(eos))
+        return stops - {None}
 
     def _stream(self, request: Request) -> "Stream":
         params = request.params
@@ -411,8 +412,7 @@ class Engine:
 
     def _fit(self, kv_memory, max_len, max_running) -> tuple[int, int]:
         """Slots and their length that fit the memory for the cache, said where lowered."""
-        each = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
-        why = "kv_memory"
+        each, why = self.bytes_per_token, "kv_memory"
         if kv_memory is None:
             kv_memory, why = _free_memory(self.device), "free memory for the cache"
         if max_len is not None and not 2 <= max_len <= self.config.positions:
@@ -429,7 +429,8 @@ class Engine:
                 f"{why} {kv_memory:,} bytes: not two tokens of {each:,} bytes for {slots} requests"
             )
         if fits < wanted:
-            self.say(f"max_len {fits:,} instead of {wanted:,}: {why} is {kv_memory / 2**30:.1f} GiB")
+            gib = kv_memory / 2**30
+            self.say(f"max_len {fits:,} instead of {wanted:,}: {why} is {gib:.1f} GiB")
         return slots, min(fits, wanted)
 
     def _check_params(self, params: SamplingParams):
@@ -447,18 +448,8 @@ class Engine:
                 f" (max_len {self.max_len:,}, less one to generate)"
             )
         for i in ids:
-            if not isinstance(i, int) or not 0 <= i < self.config.vocab:
-                raise ValueError(f"prompt token {i!r} is not an id of 0 to {self.config.vocab - 1}")
-
-    def _need_tokenizer(self) -> "Tokenizer":
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer.json: prompts must be token ids")
-        return self.tokenizer
-
-    def _need_template(self) -> "ChatTemplate":
-        if self.template is None:
-            raise ValueError(f"{self.name} has no chat template: use a raw prompt")
-        return self.template
+            if not 0 <= i < self.config.vocab:
+                raise ValueError(f"prompt token {i} is not an id of 0 to {self.config.vocab - 1}")
 
     def name_of(self, reason: int | str) -> str:
         """A stop reason for people: the stop id's text, or the stop string."""
@@ -524,53 +515,6 @@ class TextStream:
 
     async def aclose(self):
         await asyncio.to_thread(self.close)
-
-
-def _as_list(prompts) -> list:
-    """One prompt (text, ids or messages) or a list of them -> a list of them."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise ValueError(f"prompts {prompts!r}: text, token ids, messages, or a list of these")
-    return [prompts] if isinstance(prompts[0], (int, dict)) else list(prompts)
-
-
-def _device(name: str | torch.device | None) -> torch.device:
-    name = str(name) if name else ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this PyTorch sees no CUDA device")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
-
-
-def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is None:
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        return torch.bfloat16 if models.cpu_has_bfloat16() else torch.float32
-    if name not in known and name not in known.values():
-        raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
-    return known.get(name, name)
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes the cache may take: nine tenths of what is free on a GPU, half of it on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024 // 2
-    except OSError:
-        pass  # not Linux
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return 4 * 2**30
 
 
 # ---------------------------------------------------------------- ids back to text
@@ -647,6 +591,172 @@ class Stream:
             if any(stop.startswith(self.held[start:]) for stop in self.stops):
                 return len(self.held) - start
         return 0
+
+
+# ---------------------------------------------------------------- where the time went
+
+
+def timings(request: Request) -> dict[str, float]:
+    """Seconds from one hand-over to the next; what has not happened yet is left out.
+
+    TTFT is received to first text handed on; TPOT the gap between sampled tokens.
+    """
+    s, tokens = request.stamps, request.token_stamps
+    times: dict[str, float] = {}
+    for (_, before), (name, stage) in zip(STAGES, STAGES[1:]):
+        if stage not in s:
+            break
+        times[name] = s[stage] - s[before]
+    first = s.get("streamed", s.get("detokenised"))
+    if first is not None:
+        times["ttft_s"] = first - s["received"]
+    gaps = sorted(b - a for a, b in zip(tokens, tokens[1:]))
+    if gaps:
+        times["tpot_mean_s"] = sum(gaps) / len(gaps)
+        times["tpot_p50_s"] = statistics.median(gaps)
+        times["tpot_p99_s"] = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+        times["decode_s"] = tokens[-1] - tokens[0]
+        times["decode_tokens_per_s"] = len(gaps) / times["decode_s"]
+    if "released" in s:
+        times["total_s"] = s["released"] - s["received"]
+    return times
+
+
+STAGES = (  # the part of TTFT that ends with a stamp
+    ("", "received"),
+    ("template_s", "template"),
+    ("tokenise_s", "tokenised"),
+    ("queue_s", "scheduled"),
+    ("prefill_s", "prefill"),
+    ("sample_s", "first token"),
+    ("detokenise_s", "detokenised"),
+    ("stream_s", "streamed"),
+)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that this machine streams from memory, with the threads in use.
+
+    256 MiB are reduced six times and the best counts. Measured once, then kept.
+    """
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
+    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    kept = models.CACHE / "bandwidth.json"
+    known = models.recall(kept)
+    if key not in known:
+        block = torch.ones(2048, 2**15, device=device)
+        seconds = []
+        for reduce in (block.sum, block.amax) * 3:
+            started = time.perf_counter()
+            reduce(-1).sum().item()
+            seconds.append(time.perf_counter() - started)
+        known[key] = block.numel() * 4 / min(seconds)
+        models.keep(kept, known)
+    return known[key]
+
+
+def summary(engine: Engine, output: Output) -> str:
+    """What a person wants to know after the answer: sizes, times, and the bound on decode."""
+    t, usage = output.timings, output.usage
+    reason = output.finish_reason or "running"
+    if output.stop_reason is not None:
+        reason += f" ({engine.name_of(output.stop_reason)})"
+    counts = f"{usage['prompt_tokens']} prompt + {usage['output_tokens']} output"
+    lines = [f"tokens   {counts}, {reason}"]
+    if "ttft_s" in t:
+        parts = [(name[:-2], t[name]) for name, _ in STAGES[1:] if name in t]
+        text = " + ".join(f"{name} {1e3 * s:.1f}" for name, s in parts if s >= 5e-5)
+        lines.append(f"TTFT     {1e3 * t['ttft_s']:.1f} ms = {text}")
+    if "tpot_mean_s" in t:
+        lines.append(
+            f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
+            f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
+        )
+    each = engine.bytes_per_token
+    lines.append(
+        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({each:,} bytes a token)"
+        f" of {each * engine.max_len / 1e6:.0f} MB a request can have"
+    )
+    if "tpot_mean_s" in t:
+        length = usage["prompt_tokens"] + usage["output_tokens"] / 2
+        read = engine.model.read_bytes + each * length
+        bandwidth = read_bandwidth(engine.device)
+        bound = read / bandwidth
+        lines.append(
+            f"bound    a decode step reads {read / 1e6:.0f} MB: {1e3 * bound:.1f} ms at"
+            f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / t['tpot_p50_s']:.0%} of it"
+        )
+    return "\n".join(lines)
+
+
+def trace(request: Request, load_s: float) -> str:
+    """The request's timeline, stage by stage: when each ended, how long it took, drawn."""
+    s, tokens = request.stamps, request.token_stamps
+    marks = [(stage, s[stage]) for _, stage in STAGES if stage in s]
+    marks += [(f"token {i}", tokens[i - 1]) for i in (2, 4, 8, 16) if i < len(tokens)]
+    if len(tokens) > 1:
+        marks.append((f"last token ({len(tokens)})", tokens[-1]))
+    if "released" in s:
+        marks.append(("released", s["released"]))
+    marks.sort(key=lambda mark: mark[1])
+    start, end = marks[0][1], max(marks[-1][1], marks[0][1] + 1e-9)
+    lines = [f"{'stage':<18}{'ended at':>11}{'took':>11}   (loaded in {load_s:.2f} s)"]
+    before = start
+    for stage, at in marks:
+        left = round(50 * (before - start) / (end - start))
+        bar = " " * left + "#" * max(1, round(50 * (at - start) / (end - start)) - left)
+        lines.append(
+            f"{stage:<18}{1e3 * (at - start):>8.1f} ms{1e3 * (at - before):>8.1f} ms   {bar}"
+        )
+        before = at
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- what an engine is given
+
+
+def _as_list(prompts) -> list:
+    """One prompt (text, ids or messages) or a list of them -> a list of them."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        raise ValueError(f"prompts {prompts!r}: text, token ids, messages, or a list of these")
+    return [prompts] if isinstance(prompts[0], (int, dict)) else list(prompts)
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    name = str(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not re.fullmatch(r"(cpu|cuda)(:[1-9]?[0-9])?", name):
+        raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: this PyTorch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is None:
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if models.cpu_has_bfloat16() else torch.float32
+    if name not in known and name not in known.values():
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
+    return known.get(name, name)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes the cache may take: nine tenths of what is free on a GPU, half of it on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024 // 2
+    except OSError:
+        pass  # not Linux
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return 4 * 2**30
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1163,18 +1273,23 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template does not parse: {error}") from error
 
-    def render(self, messages, tools=None, add_generation_prompt=True, **variables) -> str:
+    def render(self, messages, /, **variables) -> str:
         """Text of the messages, [{"role": "user", "content": "Hi"}] as "<|user|>Hi<|end|>", say.
 
         `content` is a text, None, or a list of {"type": "text", "text": ...}, which are joined.
+        Variables: tools, documents, add_generation_prompt (True), and what the template reads.
         Raises ValueError for other shapes, and with the template's own words where it refuses.
         """
-        messages = _checked(messages)
-        return self._render(messages, tools, add_generation_prompt, variables)
+        if "messages" in variables:
+            raise ValueError("messages is not a template variable that can be set")
+        names = {"documents": None, "tools": None, "add_generation_prompt": True}
+        names |= self._special | variables | {"messages": _checked(messages)}
+        try:
+            return self._template.render(names)
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"chat template: {error}") from error
 
-    def protected(
-        self, tokenizer, messages, tools=None, add_generation_prompt=True, **variables
-    ) -> tuple[str, dict]:
+    def protected(self, tokenizer, messages, /, **variables) -> tuple[str, dict]:
         """The rendered messages, in which only the template writes special tokens.
 
         "<|im_end|>" in a message cannot end its turn: before rendering, the first character of
@@ -1182,32 +1297,25 @@ class ChatTemplate:
         character. The second result puts them back: `tokenizer.encode(text, restore=...)` does
         so when the genuine special tokens have been cut out.
         """
-        given = [_checked(messages), tools, variables]
+        given = [_checked(messages), *variables.values()]
         shield = Shield(tokenizer, self._source, given)
-        messages, tools, variables = shield.protect(given)
-        text = self._render(messages, tools, add_generation_prompt, variables)
-        return text, shield.restore
+        messages, *values = shield.protect(given)
+        return self.render(messages, **dict(zip(variables, values))), shield.restore
 
-    def encode(self, tokenizer, messages, **variables) -> list[int]:
+    def encode(self, tokenizer, messages, /, **variables) -> list[int]:
         """Ids of the messages; the text of a special token inside them stays text."""
         text, restore = self.protected(tokenizer, messages, **variables)
         return tokenizer.encode(text, restore=restore)
 
-    def _render(self, messages, tools, add_generation_prompt, variables):
-        names = self._special | variables
-        names = {"documents": None} | names
-        names |= {"messages": messages, "tools": tools}
-        names["add_generation_prompt"] = add_generation_prompt
-        try:
-            return self._template.render(names)
-        except TEMPLATE_ERRORS as error:
-            raise ValueError(f"chat template: {error}") from error
 
-
-# What running somebody's template on somebody's messages can raise.
-TEMPLATE_ERRORS = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError),
+TEMPLATE_ERRORS = (  # what running somebody's template on somebody's messages can raise
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
 )
 
 
@@ -1277,9 +1385,7 @@ def _mapped(value, change, key=None):
     if isinstance(value, str):
         return change(value, key)
     if isinstance(value, dict):
-        return {
-            _mapped(name, change): _mapped(inner, change, name) for name, inner in value.items()
-        }
+        return {_mapped(k, change): _mapped(inner, change, k) for k, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_mapped(inner, change, key) for inner in value]
     return value
@@ -1314,19 +1420,14 @@ class Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without underscored names, through which templates left the sandbox."""
 
     def __init__(self, *items, **named):
-        names = dict(*items, **named)
-        for name in names:
-            _check_name(name)
-        super().__init__(names)
+        super().__init__()
+        for name, value in dict(*items, **named).items():
+            self[name] = value
 
     def __setitem__(self, name, value):
-        _check_name(name)
+        if str(name).startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"a template may not store a name such as {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name):
-    if str(name).startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a template may not store a name such as {name!r}")
 
 
 class Generation(Extension):
@@ -1348,141 +1449,6 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _raise_exception(message):
     raise jinja2.TemplateError(message)
-
-
-# ---------------------------------------------------------------- where the time went
-
-
-def timings(request: Request) -> dict[str, float]:
-    """Seconds from one hand-over to the next; what has not happened yet is left out.
-
-    TTFT is received to first text handed on; TPOT the gap between sampled tokens.
-    """
-    s, tokens = request.stamps, request.token_stamps
-    times: dict[str, float] = {}
-    marks = [(name, s.get(stage)) for name, stage in STAGES]
-    if tokens:
-        marks[5] = ("sample_s", tokens[0])
-    before = s["received"]
-    for name, at in marks[1:]:
-        if at is None:
-            break
-        times[name], before = at - before, at
-    first = s.get("streamed", s.get("detokenised"))
-    if first is not None:
-        times["ttft_s"] = first - s["received"]
-    gaps = sorted(b - a for a, b in zip(tokens, tokens[1:]))
-    if gaps:
-        times["tpot_mean_s"] = sum(gaps) / len(gaps)
-        times["tpot_p50_s"] = statistics.median(gaps)
-        times["tpot_p99_s"] = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
-        times["decode_s"] = tokens[-1] - tokens[0]
-        times["decode_tokens_per_s"] = len(gaps) / times["decode_s"]
-    if "released" in s:
-        times["total_s"] = s["released"] - s["received"]
-    return times
-
-
-STAGES = (  # the part of TTFT that ends with a stamp
-    ("", "received"),
-    ("template_s", "template"),
-    ("tokenise_s", "tokenised"),
-    ("queue_s", "scheduled"),
-    ("prefill_s", "prefill"),
-    ("sample_s", "first token"),
-    ("detokenise_s", "detokenised"),
-    ("stream_s", "streamed"),
-)
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that this machine streams from memory, with the threads in use.
-
-    256 MiB are reduced six times and the best counts. Measured once, then kept.
-    """
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
-    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    kept = models.CACHE / "bandwidth.json"
-    known: dict[str, float] = {}
-    if kept.is_file():
-        try:
-            known = json.loads(kept.read_text())
-            if known[key] > 1e6:
-                return float(known[key])
-        except (OSError, ValueError, KeyError, TypeError):
-            known = known if isinstance(known, dict) else {}
-    block = torch.ones(2048, 2**15, device=device)
-    best = 0.0
-    for reduce in (block.sum, block.amax) * 3:
-        started = time.perf_counter()
-        reduce(-1).sum().item()
-        best = max(best, block.numel() * 4 / (time.perf_counter() - started))
-    try:
-        models.write_whole(kept, json.dumps({**known, key: best}, indent=1).encode())
-    except OSError:
-        pass  # a read-only home: measured again next time
-    return best
-
-
-def summary(engine: Engine, output: Output) -> str:
-    """What a person wants to know after the answer: sizes, times, and the bound on decode."""
-    t, usage = output.timings, output.usage
-    reason = output.finish_reason or "running"
-    if output.stop_reason is not None:
-        reason += f" ({engine.name_of(output.stop_reason)})"
-    lines = [
-        f"tokens   {usage['prompt_tokens']} prompt + {usage['output_tokens']} output, {reason}",
-    ]
-    if "ttft_s" in t:
-        parts = [(name[:-2], t[name]) for name, _ in STAGES[1:] if name in t]
-        text = " + ".join(f"{name} {1e3 * s:.1f}" for name, s in parts if s >= 5e-5)
-        lines.append(f"TTFT     {1e3 * t['ttft_s']:.1f} ms = {text}")
-    if "tpot_mean_s" in t:
-        lines.append(
-            f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
-            f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
-        )
-    each = kv_cache.bytes_per_token(engine.config.specs, engine.dtype.itemsize)
-    room = each * engine.max_len
-    lines.append(
-        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({each:,} bytes a token)"
-        f" of {room / 1e6:.0f} MB a request can have"
-    )
-    if "tpot_mean_s" in t:
-        length = usage["prompt_tokens"] + usage["output_tokens"] / 2
-        read = engine.model.read_bytes + each * length
-        bandwidth = read_bandwidth(engine.device)
-        bound = read / bandwidth
-        lines.append(
-            f"bound    a decode step reads {read / 1e6:.0f} MB: {1e3 * bound:.1f} ms at"
-            f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / t['tpot_p50_s']:.0%} of it"
-        )
-    return "\n".join(lines)
-
-
-def trace(request: Request, load_s: float) -> str:
-    """The request's timeline, stage by stage: when each ended, how long it took, drawn."""
-    s, tokens = request.stamps, request.token_stamps
-    marks = [(stage, s[stage]) for _, stage in STAGES if stage in s]
-    if tokens:
-        marks.append(("first token", tokens[0]))
-        marks += [(f"token {i + 1}", at) for i, at in enumerate(tokens) if i + 1 in (2, 4, 8, 16)]
-        if len(tokens) > 2:
-            marks.append((f"last token ({len(tokens)})", tokens[-1]))
-    if "released" in s:
-        marks.append(("released", s["released"]))
-    marks.sort(key=lambda mark: mark[1])
-    start, end = marks[0][1], max(marks[-1][1], marks[0][1] + 1e-9)
-    lines = [f"{'stage':<18}{'ended at':>11}{'took':>11}   (the model was loaded in {load_s:.2f} s)"]
-    before = start
-    for stage, at in marks:
-        left = round(50 * (before - start) / (end - start))
-        bar = " " * left + "#" * max(1, round(50 * (at - start) / (end - start)) - left)
-        lines.append(
-            f"{stage:<18}{1e3 * (at - start):>8.1f} ms{1e3 * (at - before):>8.1f} ms   {bar}"
-        )
-        before = at
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the command line
@@ -1517,17 +1483,18 @@ def parser() -> argparse.ArgumentParser:
     add("--revision", help="branch, tag or commit of the hub repository")
     for name, (kind, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, help=text)
-    add("--logit-bias", action="append", default=[], metavar="ID=BIAS", help="add to a logit")
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
+        help="add to a logit (repeatable)")  # fmt: skip
     add("--stop", action="append", default=[], help="end before this text (repeatable)")
     add("--stop-token-id", type=int, action="append", default=[], help="end at this token")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    add("--template", action="append", default=[], metavar="NAME=VALUE",
+    add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
         help="variable of the chat template, such as enable_thinking=false")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
     add("--dtype", help="float32, bfloat16 or float16")
     add("--threads", type=int, help="CPU threads")
     add("--max-len", type=int, help="most tokens of prompt and output")
-    add("--kv-memory", help="bytes for the cache, such as 2GiB")
+    add("--kv-memory", type=_bytes, help="bytes for the cache, such as 2GiB")
     add("--budget", type=int, default=512, help="most prompt tokens a step computes (default 512)")
     add("--trace", action="store_true", help="print the request's timeline")
     add("--quiet", action="store_true", help="the answer only")
@@ -1553,15 +1520,16 @@ def main(argv: list[str] | None = None) -> int:
     if (args.n or 1) > 1 and (chat or args.trace):
         p.error(f"--n {args.n}: a chat and --trace follow one sample")
     try:
-        params, memory, template = _params(args), _bytes(args.kv_memory), _variables(args.template)
+        params, template = _params(args), dict(args.template)
     except ValueError as error:
         p.error(str(error))
     say = Say(args.quiet)
     try:
         engine = Engine(
             args.model, revision=args.revision, device=args.device, dtype=args.dtype,
-            threads=args.threads, kv_memory=memory, max_len=args.max_len, budget=args.budget,
-            max_running=params.n if params.n > 8 else None, say=say, progress=say.progress,
+            threads=args.threads, kv_memory=args.kv_memory, max_len=args.max_len,
+            budget=args.budget, max_running=params.n if params.n > 8 else None,
+            say=say, progress=say.progress,
         )  # fmt: skip
         say.done()
         if chat:
@@ -1583,51 +1551,48 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _params(args) -> SamplingParams:
-    bias = {}
-    for entry in args.logit_bias:
-        token, _, value = entry.partition("=")
-        try:
-            bias[int(token)] = float(value)
-        except ValueError:
-            raise ValueError(f"--logit-bias {entry!r} is not ID=BIAS")
     given = {name: getattr(args, name) for name in SAMPLING}
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
-        logit_bias=bias or None,
+        logit_bias=dict(args.logit_bias) or None,
         stop=args.stop,
         stop_token_ids=args.stop_token_id,
         ignore_eos=args.ignore_eos,
     )
 
 
-def _bytes(text: str | None) -> int | None:
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _bytes(text: str) -> int:
     """ "2GiB", "500MB" or a number of bytes."""
-    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
-    if text is None:
-        return None
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    try:
-        value = int(float(digits) * units[text[len(digits) :].strip().lower()])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"--kv-memory {text!r} is not a size such as 2GiB, 500MB or 1000000")
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) *([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        message = f"{text!r} is not a size such as 2GiB, 500MB or 1000000"
+        raise argparse.ArgumentTypeError(message)
+    value = int(float(match[1]) * UNITS[match[2]])
     if value < 1:
-        raise ValueError(f"--kv-memory {text!r} must be above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
     return value
 
 
-def _variables(entries: list[str]) -> dict:
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from None
+
+
+def _variable(text: str) -> tuple[str, object]:
     """NAME=VALUE, the value as JSON where it is JSON, else as text."""
-    variables = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--template {entry!r} is not NAME=VALUE")
-        try:
-            variables[name] = json.loads(value)
-        except ValueError:
-            variables[name] = value
-    return variables
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _messages(system: str | None, user: str) -> list[dict]:
@@ -1668,7 +1633,7 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
         with Interrupt(lambda: engine.abort(request)):
             while not request.finished:
                 engine.receive(request)
-        outputs = [engine.output(sample) for sample in request.family]
+        outputs = [engine.output(one) for one in request.family]
         result = {"samples": [dataclasses.asdict(output) for output in outputs]}
         if not args.json:
             for i, output in enumerate(outputs):

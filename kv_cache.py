@@ -84,7 +84,7 @@ def positive(config: dict, name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {name} is {value!r}, not an integer above 0")
+        raise ValueError(f"config: {name} is {value!r}, not an integer above 0")
     return value
 
 

@@ -69,7 +69,7 @@ class Config:
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
-    expert_layers: tuple[bool, ...] = ()
+    expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
     stop_ids: tuple[int, ...] = ()
 
@@ -79,7 +79,7 @@ class Config:
         family = config.get("model_type")
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
-        count = len(specs)
+        count, rope = len(specs), _rope(config)
         bias = bool(config.get("attention_bias", False))
         return cls(
             specs=specs,
@@ -88,15 +88,15 @@ class Config:
             heads=config["num_attention_heads"],
             mlp=positive(config, "intermediate_size"),
             eps=config.get("rms_norm_eps", 1e-6),
-            positions=_positions(config),
-            rope=_rope(config),
+            positions=_positions(config, rope),
+            rope=rope,
             rope_layers=_rope_layers(config, count),
             tied=config.get("tie_word_embeddings", family == "smollm3"),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family in ("qwen3", "qwen3_moe"),
-            stop_ids=_ids(config.get("eos_token_id")),
+            stop_ids=ids_of(config.get("eos_token_id")),
             **(_experts(config, count) if family == "qwen3_moe" else {}),
         )
 
@@ -119,8 +119,6 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not 'silu'")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor {config['partial_rotary_factor']} is not 1")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
         raise ValueError(f"mlp_bias is not known in {family}")
     if specs[0].dim % 2:
@@ -138,13 +136,13 @@ def _experts(config: dict, count: int) -> dict:
         "experts": experts,
         "experts_per_token": chosen,
         "expert_mlp": positive(config, "moe_intermediate_size"),
-        "expert_layers": tuple(i not in dense and (i + 1) % steps == 0 for i in range(count)),
+        "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
         "normalise_experts": bool(config.get("norm_topk_prob", False)),
     }
 
 
-def _ids(value) -> tuple[int, ...]:
-    """eos_token_id is absent, a number or a list of numbers."""
+def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+    """An eos_token_id as configs say it (absent, a number or a list of numbers) as a tuple."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -160,10 +158,13 @@ def _rope_layers(config: dict, count: int) -> tuple[bool, ...]:
     return tuple((i + 1) % interval != 0 for i in range(count))
 
 
-ROPE_FIELDS = {"default": (), "linear": ("factor",), "yarn": ("factor",), "factors": ("factors",)}
-ROPE_FIELDS["llama3"] = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-)  # fmt: skip
+ROPE_FIELDS = {  # rope_type -> the fields it needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "factors": ("factors",),  # of GGUF files
+}
 
 
 def _rope(config: dict) -> dict:
@@ -178,8 +179,9 @@ def _rope(config: dict) -> dict:
         raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(sorted(ROPE_FIELDS))}")
     if missing := [name for name in ROPE_FIELDS[kind] if not scaling.get(name)]:
         raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor {scaling['partial_rotary_factor']} is not 1")
+    for fields in (config, scaling):
+        if fields.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not 1")
     default = 2e6 if config["model_type"] == "smollm3" else 1e4
     theta = scaling.get("rope_theta") or config.get("rope_theta") or default
     original = scaling.get("original_max_position_embeddings")
@@ -192,9 +194,8 @@ def _rope(config: dict) -> dict:
     }
 
 
-def _positions(config: dict) -> int:
+def _positions(config: dict, rope: dict) -> int:
     """Tokens the model can place. YaRN's factor counts from the original maximum."""
-    rope = _rope(config)
     positions = positive(config, "max_position_embeddings")
     if rope["rope_type"] == "yarn":
         return max(positions, int(rope["original_max_position_embeddings"] * rope["factor"]))
@@ -358,7 +359,7 @@ class Model:
             attention_norm = take(prefix + "input_layernorm.weight", (E,))
             mlp_norm = take(prefix + "post_attention_layernorm.weight", (E,))
             attention = Attention(take, i, config)
-            if config.expert_layers[i : i + 1] == (True,):
+            if i in config.expert_layers:
                 mlp = Experts(take, prefix + "mlp.", config)
             else:
                 mlp = MLP(take, prefix + "mlp.", E, config.mlp, config.mlp_bias)
@@ -492,7 +493,10 @@ def load(path: str | Path, load: str = "auto") -> Checkpoint:
     return _load_gguf(path) if is_gguf else _load_folder(path)
 
 
-def _json(path: Path) -> dict:
+def _json(path: Path, absent: dict | None = None) -> dict:
+    """The JSON object in a file; `absent`, if given, where there is no such file."""
+    if absent is not None and not path.is_file():
+        return absent
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -506,20 +510,16 @@ def _load_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
-    generation_path = folder / "generation_config.json"
-    tokenizer = None
-    settings = {}
-    if (folder / "tokenizer_config.json").is_file():
-        settings = _json(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _json(folder / "tokenizer.json")
+    settings = _json(folder / "tokenizer_config.json", absent={})
+    tokenizer = _json(folder / "tokenizer.json", absent={})
+    if tokenizer:
         tokenizer["special_tokens"] = _special_tokens(settings)
     return Checkpoint(
         config,
         _safetensors(folder),
-        tokenizer,
+        tokenizer or None,
         _template(folder, settings),
-        _json(generation_path) if generation_path.is_file() else {},
+        _json(folder / "generation_config.json", absent={}),
         folder.resolve().name,
     )
 
@@ -535,8 +535,8 @@ def _template(folder: Path, settings: dict) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text("utf-8")
     template = settings.get("chat_template")
-    if template is None and (folder / "chat_template.json").is_file():
-        template = _json(folder / "chat_template.json").get("chat_template")
+    if template is None:
+        template = _json(folder / "chat_template.json", absent={}).get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
@@ -585,26 +585,22 @@ class GGUFTensors(Mapping):
     def __init__(self, path: Path, infos: list, config: Config, permuted: bool):
         self.data = np.memmap(path, mode="r")
         self.config, self.permuted = config, permuted
-        self.infos = {}
-        for name, kind, shape, offset in infos:
-            if name == "rope_freqs.weight":
-                continue  # in the config already
-            self.infos[name] = (kind, shape, offset)
+        # rope_freqs is in the config already
+        self.infos = {name: rest for name, *rest in infos if name != "rope_freqs.weight"}
         self.names = dict(self._names())
 
     def _names(self):
+        """(Hugging Face name, (name in the file, which expert of it or None))."""
         for name in self.infos:
             part, _, kind = name.rpartition(".")  # kind: weight or bias
-            block = part.split(".")
-            if block[0] != "blk":
-                yield GGUF_NAMES.get(part, part) + "." + kind, (name, None)
-            elif block[2].endswith("_exps"):
-                for i in range(self.config.experts):
-                    expert = f"mlp.experts.{i}.{GGUF_EXPERTS.get(block[2], block[2])}"
-                    yield f"model.layers.{block[1]}.{expert}.{kind}", (name, i)
-            else:
-                inner = GGUF_BLOCK.get(block[2], block[2])
-                yield f"model.layers.{block[1]}.{inner}.{kind}", (name, None)
+            if not part.startswith("blk."):
+                yield f"{GGUF_NAMES.get(part, part)}.{kind}", (name, None)
+                continue
+            _, layer, inner = part.split(".", 2)
+            theirs = f"model.layers.{layer}.{GGUF_BLOCK.get(inner, inner)}.{kind}"
+            experts = range(self.config.experts) if inner.endswith("_exps") else [None]
+            for expert in experts:
+                yield theirs.format(expert), (name, expert)
 
     def __getitem__(self, key: str) -> Tensor:
         name, expert = self.names[key]
@@ -621,14 +617,10 @@ class GGUFTensors(Mapping):
         kind, shape, offset = self.infos[name]
         kind = GGMLQuantizationType(kind)
         byte_shape = quants.quant_shape_to_byte_shape(shape, kind)
-        size = math.prod(byte_shape)
-        raw = self.data[offset : offset + size].reshape(byte_shape)
+        raw = self.data[offset : offset + math.prod(byte_shape)].reshape(byte_shape)
         raw = raw if expert is None else raw[expert]
-        if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-            plain = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
-            return plain.astype(np.float32)
-        try:
-            return quants.dequantize(raw, kind)
+        try:  # float32 needs no dequantising and would be the file itself: copied
+            return np.require(quants.dequantize(raw, kind), requirements="W")
         except NotImplementedError:
             raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
 
@@ -667,8 +659,10 @@ GGUF_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",  # one tensor for all experts
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-GGUF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "llama": ("llama", True),
     "smollm3": ("smollm3", True),
@@ -730,19 +724,10 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
         "norm_topk_prob": True,  # llama.cpp always does, for this family
         "rope_parameters": _gguf_rope(get, path, infos),
     }
-    missing = [k for k, v in config.items() if v is None and k in GGUF_REQUIRED]
-    if missing:
-        raise ValueError(f"{path}: the metadata of {arch} lacks {', '.join(missing)}")
     if family == "qwen3_moe":
-        config["mlp_only_layers"] = [
-            i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_up.weight" in shapes
-        ]
+        layers = range(get("block_count", 0))
+        config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_up.weight" in shapes]
     return {k: v for k, v in config.items() if v is not None}
-
-
-GGUF_REQUIRED = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"
-)  # fmt: skip
 
 
 def _gguf_rope(get, path: Path, infos: list) -> dict:
@@ -756,7 +741,8 @@ def _gguf_rope(get, path: Path, infos: list) -> dict:
             rope[key] = get(f"rope.scaling.{name}")
     for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier"):
         if get(f"rope.scaling.{name}"):  # releases of llama.cpp differ in what it means
-            raise ValueError(f"{path}: rope.scaling.{name} {get(f'rope.scaling.{name}')} is not read")
+            value = get(f"rope.scaling.{name}")
+            raise ValueError(f"{path}: rope.scaling.{name} {value} is not read")
     if get("rope.scale_linear"):
         raise ValueError(f"{path}: the old rope.scale_linear is not read")
     turned, dim = get("rope.dimension_count"), get("attention.key_length")
@@ -778,25 +764,19 @@ def _parsed_gguf(path: Path) -> dict:
     GGUFReader takes seconds for a vocabulary. The copy is keyed by a hash of the file's
     header, so that a changed file is parsed anew, and so is a broken copy.
     """
-    size = path.stat().st_size
     kept = CACHE / "parsed" / (sha256(str(path.resolve()).encode()).hexdigest()[:16] + ".json")
-    with path.open("rb") as file:
-        try:
-            parsed = json.loads(kept.read_text("utf-8"))
-            header = sha256(file.read(parsed["header_bytes"])).hexdigest()
-            if (GGUF_PARSED, size, header) == tuple(parsed["key"]):
-                return parsed
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # no copy, or not a whole one: parse
-    parsed = _parse_gguf(path)
-    with path.open("rb") as file:
-        header = sha256(file.read(parsed["header_bytes"])).hexdigest()
-    parsed["key"] = (GGUF_PARSED, size, header)
-    try:
-        write_whole(kept, json.dumps(parsed).encode())
-    except OSError:
-        pass  # a read-only home: parsed again next time
+    parsed = recall(kept)
+    if parsed.get("key") != _gguf_key(path, parsed.get("header_bytes", 0)):
+        parsed = _parse_gguf(path)
+        parsed["key"] = _gguf_key(path, parsed["header_bytes"])
+        keep(kept, parsed)
     return parsed
+
+
+def _gguf_key(path: Path, header_bytes: int) -> list:
+    with path.open("rb") as file:
+        header = sha256(file.read(header_bytes)).hexdigest()
+    return [GGUF_PARSED, path.stat().st_size, header]
 
 
 def _parse_gguf(path: Path) -> dict:
@@ -830,12 +810,6 @@ _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _SPACES
 _LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACES
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = r"[^\r\n\p{L}\p{N}]?%s*%s+%s|[^\r\n\p{L}\p{N}]?%s+%s*%s|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
-_TEKKEN = _CASED % (_UPPER, _LOWER, "", _UPPER, _LOWER, "", r"\p{N}") + _SPACES
-_GPT4O = _CASED % (
-    *(_UPPER, _LOWER, _CONTRACTIONS + "?"),
-    *(_UPPER, _LOWER, _CONTRACTIONS + "?", r"\p{N}{1,3}"),
-) + _SPACES
 _DEEPSEEK3 = [
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -845,18 +819,21 @@ _DEEPSEEK3 = [
 _DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def _split_node(pattern):
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+def _cased(ending, digits):
+    """Words that also end where a lower case letter stands before an upper case one."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+    return f"{words}|{digits}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 
 
 def _byte_level(use_regex):
-    return dict.fromkeys(("add_prefix_space", "trim_offsets"), False) | {
-        "type": "ByteLevel", "use_regex": use_regex,
-    }
+    flags = {"add_prefix_space": False, "trim_offsets": False, "use_regex": use_regex}
+    return {"type": "ByteLevel"} | flags
 
 
 def _splits(*patterns):
-    return [_split_node(pattern) for pattern in patterns] + [_byte_level(False)]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [split | {"pattern": {"Regex": one}} for one in patterns] + [_byte_level(False)]
 
 
 # tokenizer.ggml.pre: (pre-tokenizers, normalizer, ignore_merges, adds BOS unless told)
@@ -868,8 +845,8 @@ PRE_TOKENIZERS = {
     "starcoder": ([_DIGITS, _byte_level(True)], None, False, False),
     "llama-bpe": (_splits(_LLAMA3), None, True, True),
     "qwen2": (_splits(_QWEN2), {"type": "NFC"}, False, False),
-    "tekken": (_splits(_TEKKEN), None, True, True),
-    "gpt-4o": (_splits(_GPT4O), None, False, False),
+    "tekken": (_splits(_cased("", r"\p{N}")), None, True, True),
+    "gpt-4o": (_splits(_cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")), None, False, False),
     "deepseek-v3": (_splits(*_DEEPSEEK3), None, False, False),
 }
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types; 1 normal, 2 unknown, 6 byte
@@ -1025,19 +1002,27 @@ def _from_hub(repo: str, revision: str | None) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    digest = sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return sha256(path.read_bytes()).hexdigest()
 
 
-def write_whole(path: Path, content: bytes):
-    """Write a file so that a reader sees all of it or none of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+def recall(path: Path) -> dict:
+    """What `keep` wrote; {} where there is nothing, or something broken."""
+    try:
+        kept = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def keep(path: Path, content: dict):
+    """Keep what took long to find out. A reader sees all of the file or none of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home: found out again next time
 
 
 # ---------------------------------------------------------------- the experiment
@@ -1069,7 +1054,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
             table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
-        if config.expert_layers[i : i + 1] == (True,):
+        if i in config.expert_layers:
             linear(layer + "mlp.gate", config.experts, E, False)
             for e in range(config.experts):
                 mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)

@@ -457,8 +457,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'model.py',
-        '            if (GGUF_PARSED, size, header) == tuple(parsed["key"]):',
-        '            if True:',
+        '    return [GGUF_PARSED, path.stat().st_size, header]',
+        '    return [GGUF_PARSED, path.stat().st_size]',
         'a changed GGUF file keeps its old header',
         'tests/test_model.py -k changed',
     ),
@@ -674,8 +674,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'generate.py',
-        '            _mapped(name, change): _mapped(inner, change, name) for',
-        '            name: _mapped(inner, change, name) for',
+        '{_mapped(k, change): _mapped(inner, change, k) for',
+        '{k: _mapped(inner, change, k) for',
         'names of fields are not protected',
         'tests/test_tokenizer.py -k every_text_of_the_conversation',
     ),

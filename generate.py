@@ -14,16 +14,16 @@ The data      messages --template--> text --tokenizer--> ids --add--> waiting
                  commit:   tokens and computed move on
               Event(request, text, token_ids, finish_reason) --> whoever waits for it
 
-Invariants    1. the pieces of a stream, joined, are the decoding of its ids
+Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up to a stop
               2. no part of a stop string is ever released, and all else is
-              3. a request that ends for whatever reason holds nothing: its slot is free
+              3. a request that ended, for whatever reason, holds nothing after the step under way
               4. text of special tokens inside a message never becomes a special token
 
 Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --demo            a tiny random model, step by step
-Imports       everything but kernels.
+Imports       kv_cache, model, sample, scheduler; never kernels.
 """
 
 import argparse
@@ -89,13 +89,17 @@ class Output:
 class Engine:
     """A model, its cache, and the requests that are on their way.
 
-    model: None (the default model), a folder, a .gguf file, a name of models.json, a hub
-    repository, or a Checkpoint. device: "cpu" or "cuda" (default: cuda if there is one).
-    dtype: "float32", "bfloat16" or "float16" (default: bfloat16 where the device computes with
-    it). threads: CPU threads. kv_memory: bytes of cache (default: from free memory). max_len:
-    most tokens of prompt and output. budget: most tokens a step computes. max_running: most
-    requests at once. seed: of requests that have none. say, progress: called with a line for
-    people, and with (layers loaded, layers).
+    model       None (the default), a folder, a .gguf file, a name of models.json, a hub
+                repository (and its `revision`), or a Checkpoint; load as in model.load
+    device      "cpu", "cuda" or "cuda:N" (default: cuda if there is one)
+    dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
+    threads     CPU threads
+    kv_memory   bytes of cache (default: from free memory)
+    max_len     most tokens of prompt and output (default: the model's positions, if they fit)
+    budget      most tokens a step computes
+    max_running most requests at once (default: 8, if they fit)
+    seed        of requests that have none of their own
+    say         called with a line for people; progress with (layers loaded, layers)
 
     ValueError, one sentence, for what cannot be loaded or does not fit.
     """
@@ -125,28 +129,8 @@ class Engine:
             torch.set_num_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
-        checkpoint = model
-        defaults = {}
-        if not isinstance(model, models.Checkpoint):
-            path, entry = models.find(model, revision, say)
-            checkpoint = models.load(path, load)
-            checkpoint.name = entry.get("name", checkpoint.name)
-            defaults = entry.get("generation", {})
-        self.name = checkpoint.name
-        self.config = checkpoint.config
-        self.generation = {**defaults, **checkpoint.generation}
-        self.tokenizer = self.template = None
-        if checkpoint.tokenizer is not None:
-            self.tokenizer = build_tokenizer(checkpoint.tokenizer)
-        if checkpoint.template is not None and self.tokenizer is not None:
-            special = checkpoint.tokenizer.get("special_tokens", {})
-            self.template = ChatTemplate(checkpoint.template, special)
-        self.stop_ids = self._stop_ids(checkpoint)
+        self._load(model, revision, load, progress)
         self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
-        with torch.inference_mode():
-            self.model = models.Model(
-                self.config, checkpoint.tensors, self.device, self.dtype, progress
-            )
         self.max_running, self.max_len = self._fit(kv_memory, max_len, max_running)
         self.cache = kv_cache.ContiguousCache(
             self.config.specs, self.max_running, self.max_len, self.device, self.dtype
@@ -154,17 +138,17 @@ class Engine:
         self.manager = kv_cache.Slots(self.max_running)
         self.scheduler = Scheduler(self.manager, budget, self.max_running)
         self.seed = seed
-        self.requests = 0
+        self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
-        self.lock = threading.Lock()  # held by a step
-        self.door = threading.Lock()  # numbers are given in the order of the queue
+        self.step_lock = threading.Lock()  # held while a step runs
+        self.queue_lock = threading.Lock()  # ids are given in the order of the queue
         self.load_s = time.perf_counter() - started
 
     # ---- one step, and what it is made of
 
     def step(self) -> list[Event]:
         """Let every planned request catch up by one forward pass."""
-        with self.lock:
+        with self.step_lock:
             return self._reap() + self._step()
 
     @torch.inference_mode()
@@ -276,12 +260,12 @@ class Engine:
         ids = self._ids(prompt, template, stamps)
         stamps["tokenised"] = time.perf_counter()
         self._check_prompt(ids)
-        with self.door:
-            seed = mix(self.seed, self.requests) if params.seed is None else params.seed
-            request = Request(self.requests, ids, params, seed, params.n, stamps=stamps)
+        with self.queue_lock:
+            seed = mix(self.seed, self.next_id) if params.seed is None else params.seed
+            request = Request(self.next_id, ids, params, seed, params.n, stamps=stamps)
             request.stream = self._stream(request)
             self.scheduler.add(request)
-            self.requests += 1
+            self.next_id += 1
         return request
 
     def _ids(self, prompt, template: dict | None, stamps: dict) -> list[int]:
@@ -308,16 +292,17 @@ class Engine:
         """End a request and all samples of its prompt; what it held is free at once.
 
         While a step runs (in another thread, or under a finaliser) it is free after the step.
+        Its last Event goes to whoever iterates over the request.
         """
         self.doomed.append(request)
         self._reap_if_idle()
 
     def _reap_if_idle(self):
-        while self.doomed and self.lock.acquire(blocking=False):
+        while self.doomed and self.step_lock.acquire(blocking=False):
             try:
                 self._reap()
             finally:
-                self.lock.release()
+                self.step_lock.release()
 
     def _reap(self) -> list[Event]:
         events = []
@@ -363,7 +348,7 @@ class Engine:
         Whoever waits drives the engine, for everybody: events wait in their request's inbox.
         """
         inbox = request.stream.inbox
-        with self.lock:
+        with self.step_lock:
             self._reap()
             while not inbox and not request.finished:
                 self._step()
@@ -391,6 +376,28 @@ class Engine:
         )
 
     # ---- what is settled once
+
+    def _load(self, model, revision: str | None, load: str, progress):
+        """Everything that comes from the checkpoint: weights, tokenizer, template, defaults."""
+        checkpoint, defaults = model, {}
+        if not isinstance(model, models.Checkpoint):
+            path, entry = models.find(model, revision, self.say)
+            checkpoint = models.load(path, load)
+            checkpoint.name = entry.get("name", checkpoint.name)
+            defaults = entry.get("generation", {})
+        self.name, self.config = checkpoint.name, checkpoint.config
+        self.generation = {**defaults, **checkpoint.generation}
+        self.tokenizer = self.template = None
+        if checkpoint.tokenizer is not None:
+            self.tokenizer = build_tokenizer(checkpoint.tokenizer)
+        if checkpoint.template is not None and self.tokenizer is not None:
+            special = checkpoint.tokenizer.get("special_tokens", {})
+            self.template = ChatTemplate(checkpoint.template, special)
+        self.stop_ids = self._stop_ids(checkpoint)
+        with torch.inference_mode():
+            self.model = models.Model(
+                self.config, checkpoint.tensors, self.device, self.dtype, progress
+            )
 
     def _stop_ids(self, checkpoint) -> set[int]:
         """Union of config.json, generation_config.json and the tokenizer's end of sequence."""
@@ -493,7 +500,7 @@ class TextStream:
         """End the request if it runs still; `output` has what there is."""
         if self.output is None:
             self.engine.doomed.append(self.request)
-            with self.engine.lock:  # a step that is under way comes to its end first
+            with self.engine.step_lock:  # a step that is under way comes to its end first
                 self.engine._reap()
             self.output = self.engine.output(self.request)
 
@@ -599,7 +606,9 @@ class Stream:
 def timings(request: Request) -> dict[str, float]:
     """Seconds from one hand-over to the next; what has not happened yet is left out.
 
-    TTFT is received to first text handed on; TPOT the gap between sampled tokens.
+    TTFT: from received to the first piece of text handed on, or, where nobody streams, to the
+    first id made text. TPOT: the gap between sampled tokens. Prefill: from the first step of a
+    prompt to the end of its last.
     """
     s, tokens = request.stamps, request.token_stamps
     times: dict[str, float] = {}
@@ -1486,7 +1495,7 @@ def parser() -> argparse.ArgumentParser:
     add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
         help="add to a logit (repeatable)")  # fmt: skip
     add("--stop", action="append", default=[], help="end before this text (repeatable)")
-    add("--stop-token-id", type=int, action="append", default=[], help="end at this token")
+    add("--stop-token-id", type=int, action="append", default=[], help="end at this id")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
         help="variable of the chat template, such as enable_thinking=false")  # fmt: skip
@@ -1495,7 +1504,7 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="CPU threads")
     add("--max-len", type=int, help="most tokens of prompt and output")
     add("--kv-memory", type=_bytes, help="bytes for the cache, such as 2GiB")
-    add("--budget", type=int, default=512, help="most prompt tokens a step computes (default 512)")
+    add("--budget", type=int, default=512, help="most tokens a step computes (default 512)")
     add("--trace", action="store_true", help="print the request's timeline")
     add("--quiet", action="store_true", help="the answer only")
     add("--json", action="store_true", help="print one JSON object instead of text")
@@ -1736,37 +1745,42 @@ def byte_checkpoint(letters: bytes = bytes(range(256)), seed: int = 0) -> models
 
 
 def demo() -> str:
+    """A tiny random model, a line a step: what was planned, computed, sampled and released."""
     printable = byte_checkpoint(bytes(range(32, 127)))
     engine = Engine(printable, device="cpu", dtype="float32", budget=8, max_running=3, max_len=64)
     first = SamplingParams(max_tokens=6, temperature=0)
     second = SamplingParams(max_tokens=3, seed=1, n=2, top_p=0.9)
-    names = {}
-    for name, prompt, params in (("A", "Octavo reads", first), ("B", "two", second)):
-        names[engine.add(prompt, params).id] = name
-    lines = ["A: 12 bytes, temperature 0, 6 tokens.  B: 3 bytes, 2 samples, top_p 0.9, 3 tokens.\n"]
-    lines.append(f"{'step':<5}{'rows':>4}{'cached':>7}  each request's part")
-    step = 0
+    engine.add("Octavo reads", first)
+    engine.add("two", second)
+    lines = [
+        "A: prompt of 12, temperature 0, 6 tokens.  B: prompt of 3, top_p 0.9, 2 samples of 3.",
+        "A step computes at most 8 tokens, and one prompt is answered after another.",
+        "",
+        "plan              cache  sample -> released",
+    ]
     while engine.scheduler.busy:
-        before = {r: r.computed for r in engine.scheduler.running}
+        computed = {r: r.computed for r in engine.scheduler.running}
         events = engine.step()
         engine.check()
-        rows, said = 0, []
+        planned, drawn = [], []
         for event in events:
             r = event.request
-            name = names[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
-            n = max(r.computed - before.get(r, 0), 0) if r.index == 0 or r in before else 0
-            rows += n
-            what = "fork" if n == 0 else "decode"
-            if n and r.computed <= r.prompt_tokens:
-                what = f"prompt {r.computed - n}..{r.computed - 1}"
-            drawn = "".join(f" -> id {i} {event.text!r}" for i in event.token_ids)
-            end = f", {event.finish_reason}" if event.finish_reason else ""
-            said.append(f"{name} {what}{drawn}{end}")
-        cached = sum(r.computed for r in engine.scheduler.running)
-        lines.append(f"{step:<5}{rows:>4}{cached:>7}  " + ";  ".join(said))
-        step += 1
-    lines.append("\nrows: tokens that went through the model. A prompt of 12 takes two steps at a")
-    lines.append("budget of 8 tokens; B's prompt is computed once and sampled twice.")
+            name = "AB"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
+            start = computed.get(r, 0)
+            if r.index and r not in computed:
+                planned.append(f"{name} forks")
+            else:
+                last = r.computed - 1
+                planned.append(f"{name} {start}..{last}" if last > start else f"{name} {last}")
+            end = f" {event.finish_reason}, slot free" if event.finish_reason else ""
+            drawn += [f"{name} {i} -> {event.text!r}{end}" for i in event.token_ids]
+        held = sum(r.computed for r in engine.scheduler.running)
+        lines.append(f"{', '.join(planned):<18}{held:>5}  {',  '.join(drawn)}".rstrip())
+    lines += [
+        "",
+        "plan: positions that go through the model. cache: tokens held after the step. B's prompt",
+        "is computed once; its last row is sampled twice, and the second sample copies the slot.",
+    ]
     return "\n".join(lines)
 
 

@@ -4,14 +4,14 @@ The idea      A decode step reads every weight once and uses it for one row; a p
               same weight for hundreds of rows. So the same operation is limited by memory in
               one case and by arithmetic in the other, and its layout decides which limit it
               reaches. On a CPU the weights are therefore reordered once, at load time, into
-              the blocked layout oneDNN reads (2x to 4x faster at one row than a plain matrix).
+              the blocked layout that oneDNN reads fastest.
 
 The data      x (T, E)     T rows: prompt chunks and decodes of all requests, one below another
-              weight (O, I) as stored;  pack(weight) -> Packed, opaque, made once
+              weight (out, in) as stored;  pack(weight) -> Packed, opaque, made once
               qk (T, H + G, D)   a head's first and second half are the two rope coordinates:
                            | x0 x1 ... x(D/2-1) | y0 y1 ... y(D/2-1) |   pair i is (xi, yi)
 
-Invariants    1. an operation's result for a row depends on that row alone
+Invariants    1. an operation's result for a row depends on that row alone, up to rounding
               2. norms and rotations are computed in float32 and returned in x's type
               3. a Packed weight is never written after it is made
 
@@ -182,7 +182,10 @@ def picture(rows: int, context: int) -> str:
                 f"  -> {limit}, {n / max(memory, compute) * 1e3:,.0f} tokens/s at best"
             )
         lines.append("")
-    lines.append("Llama-3.1-8B, bfloat16. Same weights, same operations: only the rows differ.")
+    lines += [
+        "Llama-3.1-8B, bfloat16: both passes read the same weights, but the prompt uses each of",
+        "them for all its rows. Below some 150 to 300 FLOP a byte, memory is a card's limit.",
+    ]
     return "\n".join(lines)
 
 

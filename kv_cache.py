@@ -3,7 +3,7 @@
 The idea      Attention at position t needs the keys and values of positions 0..t. Without a
               cache, generating n tokens computes the first one n times; with it, each step
               computes one row and reads the rest. The price is memory that grows with every
-              token, and from a few thousand tokens on it is the larger part of what is read.
+              token, and with it a growing share of what a step reads (picture below).
               This is the contiguous cache: one buffer a layer, a slot a request, room for the
               longest request in each. It wastes memory, it is easy to believe, and so it is
               the cache that every other one is compared with.
@@ -159,15 +159,15 @@ class Step:
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, causal: bool = True) -> Tensor:
-    """One request's attention in plain PyTorch: q (n, H, D), keys and values (L, G, D).
+    """One request's attention in plain PyTorch: q (n, H, D), keys, values (N, G, D).
 
-    The n rows are the last n of the L positions. Query heads that share a key/value head are
+    The n rows are the last n of the N positions. Query heads that share a key/value head are
     neighbours (Ainslie et al. 2023); for a single row they become the rows of one product,
     so that shared keys are read once.
     """
     n, heads, dim = q.shape
     length, shared, _ = keys.shape
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, L, D)
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, N, D)
     if n == 1:
         q = q.view(1, shared, heads // shared, dim)
         return F.scaled_dot_product_attention(q, keys, values).view(1, heads, dim)
@@ -206,7 +206,8 @@ class ContiguousCache:
         self.nbytes = sum(b.numel() * b.element_size() for b in self.buffers)
 
     def prepare(self, plan) -> Step:
-        """Lay a plan [(request, n)] out in rows. Requests need slot, tokens, draft, computed.
+        """Lay a plan [(request, n)] out in rows. Of a request it needs slot, tokens, draft,
+        computed, behind and samples.
 
         The rows a request is sampled from are its last 1 + len(draft), if the step reaches
         them; the last one `samples` times.
@@ -303,7 +304,7 @@ def picture(name: str, config: dict) -> str:
         f" = {per_token:,} bytes a token in bfloat16",
         "",
         f"{'tokens':>8}  {'cache':>10}  {'step reads':>11}  {'of it cache':<31}"
-        f"{'TFLOP, cache':>12}  {'without':>9}",
+        f"{'TFLOP: with':>12}  {'without':>9}",
     ]
     length = 128
     while length <= config["max_position_embeddings"]:
@@ -319,8 +320,9 @@ def picture(name: str, config: dict) -> str:
         )
         length *= 2
     lines.append("")
-    lines.append(f"A step reads the weights ({count / 1e6:,.0f}M, 2 bytes each) and the cache once.")
-    lines.append("TFLOP: to generate that many tokens, with the cache and without one.")
+    lines.append(f"A step reads the weights ({count / 1e6:,.0f}M x 2 bytes) and the cache once.")
+    lines.append("TFLOP to generate that many: with a cache, and without one, when each step")
+    lines.append("computes all tokens again.")
     return "\n".join(lines)
 
 

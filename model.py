@@ -9,12 +9,14 @@ The idea      A decoder is the same layer some dozens of times: attention, which
 The data      tokens (T,) -> embedding (T, E)
               each layer:  x + out(attend(rope(q), rope(k), v))     q (T, H, D), k, v (T, G, D)
                            x + down(silu(gate) * up)                (T, F) inside
+                           with q, k, v, gate and up made of norm(x)
               hidden (T, E) after the final norm -> logits (R, V) of the R rows that are sampled
               Checkpoint = config, tensors, tokenizer, template, generation: plain data, the
               same from a folder of safetensors and from a GGUF file
 
 Invariants    1. a row's logits depend on its own request's rows at positions up to its own
-              2. every tensor of the file is consumed and every parameter is filled
+              2. every tensor of the file is consumed (old rotary tables apart) and every
+                 parameter is filled
               3. rope is applied before a key is stored: cached keys are never turned again
               4. what the config asks for and this file does not do is refused by name
 
@@ -22,7 +24,8 @@ Units         positions in tokens, angles in radians, sizes in bytes.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python model.py                  a tiny model: parameters, prefill equals decode
               python model.py --experts 4      the same with a mixture of experts
-Imports       kernels (operations), kv_cache (LayerSpec, layers; the experiment its cache).
+Imports       kernels (operations), kv_cache (LayerSpec, layers, positive; the experiment also
+              its cache).
 """
 
 import json
@@ -1110,7 +1113,8 @@ def picture(experts: int, seed: int) -> str:
     lines = [f"{'part':<14}{'weights':>9}"]
     for part, count in parts.items():
         lines.append(f"{part:<14}{count:>9,}  {'#' * round(40 * count / total)}")
-    lines.append(f"{'all':<14}{total:>9,}  {model.read_bytes // 4:,} of them read for one token\n")
+    read = f"{model.read_bytes // 4:,} of them read for one token: of the embedding one row"
+    lines.append(f"{'all':<14}{total:>9,}  {read}\n")
 
     def run(prompt: list[int], chunk: int) -> tuple[Tensor, int]:
         """The last token's logits (V,), prompt in chunks; and the forward passes it took."""

@@ -16,7 +16,8 @@ The data      a row of logits (V,)        2.1   0.3  -1.0   3.3  ...
 Invariants    1. temperature 0 is the argmax of the scores; the filters then change nothing
               2. a masked id is never drawn
               3. noise depends on (seed, domain, position, token id) and on nothing else
-              4. an id is dropped unexamined only where it cannot win whatever its noise is
+              4. an id is dropped before its exact noise is known only where a bound on that
+                 noise shows that it cannot win
 
 Units         logits and scores: nats. Probabilities from 0 to 1. position: tokens.
 Article       "From Prompt to Token: The Life of an LLM Request"
@@ -78,13 +79,13 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop {list(self.stop)!r}: each must be a non-empty string")
         if any(type(i) is not int for i in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids {list(self.stop_token_ids)!r}: each must be an integer")
+            raise ValueError(f"stop_token_ids {self.stop_token_ids!r}: each must be an integer")
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
         for i, bias in (self.logit_bias or {}).items():
             number = type(bias) in (int, float) and abs(bias) < math.inf
             if type(i) is not int or i < 0 or not number:
-                raise ValueError(f"logit_bias {i!r}: {bias!r} is not a token id and a finite number")
+                raise ValueError(f"logit_bias {i!r}: {bias!r} is not an id and a finite number")
 
     def with_defaults(self, generation: dict) -> "SamplingParams":
         """Fill unset fields from a generation_config."""
@@ -367,7 +368,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
     cases = {
         "as it is": {},
         "top_k 3": {"top_k": 3},
-        "top_p 0.8": {"top_p": 0.8},
+        "top_p 0.9": {"top_p": 0.9},
         "min_p 0.1": {"min_p": 0.1},
     }
     probabilities = (logits / temperature).softmax(-1).tolist()

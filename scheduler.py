@@ -15,7 +15,7 @@ The data      tokens:   | prompt ............................. | generated ... |
 Invariants    1. running + waiting is in order of arrival: nobody overtakes
               2. waiting: nothing held in the cache, computed == 0
               3. running: 0 <= computed < len(tokens), and the manager holds computed tokens
-              4. tokens planned in a step <= budget; every step plans at least one
+              4. tokens planned in a step <= budget; every step plans at least one (see `plan`)
               5. running requests, counting samples not yet forked, <= max_running
 
 Units         tokens, computed, n, budget: tokens. Stamps: seconds of time.perf_counter().
@@ -123,7 +123,7 @@ class Scheduler:
             if n > 0 and self.manager.grow(request, n):
                 plan.append((request, n))
                 room -= n
-        assert plan or not self.running, "a step with running requests must plan something"
+        assert plan or not self.running, "4: a step with running requests must plan something"
         return plan
 
     def _admit(self, request: Request):
@@ -271,7 +271,8 @@ def picture(prompts: list[int], outputs: int, budget: int, samples: int) -> str:
         f"{steps} steps, {sum(tokens)} tokens computed, {max(cached)} in the cache at most,"
         f" {sum(n == 1 for n in tokens)} steps with a single row"
     )
-    lines.append("digit (hex): prompt tokens   d: decode   f: fork   .: waiting")
+    lines.append("digit (hex): prompt tokens   d: decode   f: fork   .: waiting for its turn")
+    lines.append(f"A prompt's last chunk yields the first token, {outputs - 1} decodes the others.")
     return "\n".join(lines)
 
 

@@ -842,7 +842,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'generate.py',
-        'seed = mix(self.seed, self.requests) if params.seed is None else params.seed',
+        'seed = mix(self.seed, self.next_id) if params.seed is None else params.seed',
         'seed = self.seed if params.seed is None else params.seed',
         'requests without a seed differ by their number',
         'tests/test_generate.py -k without_a_seed',

@@ -627,7 +627,7 @@ REFUSED = [
     ("stop", ["a", ""], "stop .*non-empty"),
     ("stop", [3], "stop .*non-empty string"),
     ("logit_bias", {"a": 1.0}, "logit_bias 'a'"),
-    ("logit_bias", {1: math.inf}, "logit_bias 1: inf is not a token id and a finite number"),
+    ("logit_bias", {1: math.inf}, "logit_bias 1: inf is not an id and a finite number"),
     ("logit_bias", {1: math.nan}, "logit_bias 1: nan"),
 ]
 

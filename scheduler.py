@@ -113,7 +113,8 @@ class Scheduler:
         row is sampled, then [(A, 1)] a step.
         """
         if not self.running and self.waiting:
-            self._admit(self.waiting.popleft())
+            self._admit(self.waiting[0])
+            self.waiting.popleft()
         plan = []
         room = self.budget
         for request in self.running:
@@ -171,15 +172,19 @@ class Scheduler:
 
     def abort(self, request: Request, reason: str = "abort"):
         """End a request wherever it is; its room is free at once. Ended already: no effect."""
-        if request in self.waiting:
+        if request.finish_reason is not None:
+            return
+        waits = request in self.waiting
+        if waits:
             self.waiting.remove(request)
-            request.finish_reason = reason
-        elif request in self.running:
+        if not waits or request in self.running:  # in both: interrupted while it was admitted
             self._leave(request, reason)
+        request.finish_reason = reason
 
     def _leave(self, request: Request, reason: str):
-        self.running.remove(request)
         self.manager.release(request)
+        if request in self.running:
+            self.running.remove(request)
         request.finish_reason = reason
 
     @property

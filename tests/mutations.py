@@ -100,8 +100,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'scheduler.py',
-        '            self._admit(self.waiting.popleft())',
-        '            self._admit(self.waiting.pop())',
+        '            self._admit(self.waiting[0])\n            self.waiting.popleft()',
+        '            self._admit(self.waiting[-1])\n            self.waiting.pop()',
         '1: the youngest waiting request is admitted',
         'tests/test_scheduler.py -k test_requests_run_one_after_another_in_order_of_arrival',
     ),
@@ -233,8 +233,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'kv_cache.py',
-        '            request.slot = self.free.pop()',
-        '            request.slot = self.free[-1]',
+        '            self.free.pop()',
+        '            pass',
         '3: a slot is handed out and stays free',
         'tests/test_kv_cache.py -k test_random_requests_hold_each_slot_at_most_once_and_give_all_back',
     ),

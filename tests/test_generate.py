@@ -76,7 +76,7 @@ def greedy(tokens=8, **settings) -> SamplingParams:
     return SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True} | settings)
 
 
-def idle(engine: Engine):
+def check_idle(engine: Engine):
     """Nothing waits, nothing runs, every slot is free, nothing is doomed."""
     engine.check()
     assert not engine.scheduler.busy
@@ -361,7 +361,7 @@ def test_a_request_step_by_step():
     (event,) = engine.step()
     assert (request.computed, event.token_ids) == (14, expected[2:])
     assert event.finish_reason == request.finish_reason == "length"
-    idle(engine)
+    check_idle(engine)
     assert engine.step() == []
 
 
@@ -379,7 +379,7 @@ def test_prompts_are_text_ids_messages_or_lists_of_these():
     ]
     (loud,) = engine.generate(messages, greedy(), template={"loud": True})
     assert loud.usage["prompt_tokens"] == len("u:hi\nLOUD a:")
-    idle(engine)
+    check_idle(engine)
 
 
 def test_text_gets_the_tokenizers_prefix_once():
@@ -510,7 +510,7 @@ def test_a_stream_is_an_iterator_of_pieces_with_the_output_at_its_end():
     assert "".join(pieces) == whole.text == stream.output.text
     assert stream.output.token_ids == whole.token_ids
     assert stream.output.finish_reason == "length"
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_sample_ends_at_max_len():
@@ -519,7 +519,7 @@ def test_a_sample_ends_at_max_len():
     assert (len(output.token_ids), output.finish_reason) == (11, "length")
     (output,) = engine.generate("x" * 15, greedy(100))
     assert (len(output.token_ids), output.finish_reason) == (1, "length")
-    idle(engine)
+    check_idle(engine)
 
 
 def test_max_len_is_lowered_to_what_memory_holds_and_said():
@@ -546,7 +546,7 @@ def test_greedy_in_chunks_equals_no_cache_at_all(budget):
         assert output.text == bytes(i for i in output.token_ids if i < END).decode(
             "utf-8", "replace"
         )
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("budget", [1, 3, 8, 64])
@@ -563,7 +563,7 @@ def test_seeded_in_chunks_equals_no_cache_at_all(settings, budget):
     params = greedy(12, **{"temperature": 1, "seed": 11} | settings)
     (output,) = engine.generate("Octavo reads", params)
     assert output.token_ids == reference(engine, b"Octavo reads", params, 11)
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("budget", [2, 64])
@@ -592,7 +592,7 @@ def test_n_samples_are_n_requests_and_one_prefill(budget):
         assert [x.id for x in output.logprobs] == output.token_ids
         assert output.usage == alone.usage
         assert alone.token_ids == reference(engine, b"Octavo reads", one, sample_seed(5, i))
-    idle(engine)
+    check_idle(engine)
 
 
 def test_samples_of_a_prompt_stand_next_to_each_other():
@@ -607,7 +607,7 @@ def test_samples_of_a_prompt_stand_next_to_each_other():
     expected = [output.token_ids for each in alone for output in each]
     assert [output.token_ids for output in outputs] == expected
     assert [output.usage["prompt_tokens"] for output in outputs] == [3, 3, 3, 3, 5, 5]
-    idle(engine)
+    check_idle(engine)
 
 
 def test_alone_or_in_a_queue_is_the_same():
@@ -649,7 +649,7 @@ def test_pieces_of_a_stream_equal_the_generated_text():
         stop = first_stop(decoded, params.stop)
         assert whole.text == (decoded[: stop[1]] if stop else decoded)
         assert whole.stop_reason == (stop[2] if stop else None)
-    idle(engine)
+    check_idle(engine)
 
 
 def test_astream_gives_the_same_pieces_to_many_tasks():
@@ -664,7 +664,7 @@ def test_astream_gives_the_same_pieces_to_many_tasks():
         return await asyncio.gather(*map(collect, params))
 
     assert asyncio.run(asyncio.wait_for(together(), 60)) == alone
-    idle(engine)
+    check_idle(engine)
 
 
 def test_several_threads_share_an_engine():
@@ -687,7 +687,7 @@ def test_several_threads_share_an_engine():
         thread.join(60)
         assert not thread.is_alive(), "a thread waits forever"
     assert [got[i] for i in range(8)] == alone
-    idle(engine)
+    check_idle(engine)
 
 
 # ---------------------------------------------------------------- by property
@@ -726,7 +726,7 @@ def test_random_requests_and_aborts_leave_nothing_behind(seed):
             assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
             assert output.text == texts[sampled]
             assert output.finish_reason == expected.finish_reason
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -748,7 +748,7 @@ def test_abort_after_any_step(at):
     engine.abort(request)  # again: no effect
     run(engine)
     assert follower.output == reference(engine, b"next", greedy(3))
-    idle(engine)
+    check_idle(engine)
 
 
 def test_abort_of_a_waiting_request_and_of_one_sample():
@@ -760,7 +760,7 @@ def test_abort_of_a_waiting_request_and_of_one_sample():
     assert second.finish_reason == "abort" and second.output == []
     engine.abort(first.family[1])  # a sample stands for its family
     assert first.finish_reason == "abort"
-    idle(engine)
+    check_idle(engine)
 
 
 # ---------------------------------------------------------------- ends of every kind
@@ -789,7 +789,7 @@ def test_a_stream_left_early_frees_its_slot(pieces, way):
     except LookupError:
         pass
     gc.collect()
-    idle(engine)
+    check_idle(engine)
     assert engine.generate("hi", greedy(3))[0].finish_reason == "length"
 
 
@@ -819,7 +819,7 @@ def test_astream_left_early_frees_its_slot():
 
     asyncio.run(leave())
     gc.collect()
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_failed_step_is_that_requests_error():
@@ -829,7 +829,7 @@ def test_a_failed_step_is_that_requests_error():
     assert (outputs[0].finish_reason, outputs[0].stop_reason) == ("error", "no memory")
     assert outputs[0].token_ids == reference(engine, b"hello", greedy(5))[:1]
     assert outputs[1].token_ids == reference(engine, b"other", greedy(4))
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_failed_step_reaches_the_stream():
@@ -839,7 +839,7 @@ def test_a_failed_step_reaches_the_stream():
     assert "".join(stream) == stream.output.text
     assert (stream.output.finish_reason, len(stream.output.token_ids)) == ("error", 2)
     assert stream.output.stop_reason
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -849,7 +849,7 @@ def test_a_failed_step_ends_all_samples(number):
     params = SamplingParams(max_tokens=5, n=3, ignore_eos=True)
     outputs = engine.generate("hello", params)
     assert {output.finish_reason for output in outputs} == {"error"}
-    idle(engine)
+    check_idle(engine)
     assert len(engine.generate("hello", params)) == 3
 
 
@@ -875,7 +875,7 @@ def test_logits_that_are_not_finite_are_an_error(bad):
     assert outputs[0].finish_reason == "error" and "finite" in outputs[0].stop_reason
     assert len(outputs[0].token_ids) == len(outputs[0].logprobs) == 2
     assert outputs[1].token_ids == reference(engine, b"other", greedy(4))
-    idle(engine)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
@@ -884,7 +884,7 @@ def test_ctrl_c_inside_a_step_leaves_nothing_behind(number):
     failing(engine, number, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.generate(["hello", "other"], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
-    idle(engine)
+    check_idle(engine)
     (output,) = engine.generate("hello", greedy(4))
     assert output.token_ids == reference(engine, b"hello", greedy(4))
 
@@ -894,7 +894,7 @@ def test_nothing_runs_when_one_of_several_prompts_is_refused():
     engine.model = Around(engine.model, lambda number: pytest.fail("a step ran"))
     with pytest.raises(ValueError, match="not an id"):
         engine.generate(["fine", [1, 2, 257]], greedy(2))
-    idle(engine)
+    check_idle(engine)
 
 
 # ---------------------------------------------------------------- the door
@@ -929,7 +929,7 @@ def test_refused_requests(prompt, settings, words):
         engine.generate([prompt], params)
     with pytest.raises(ValueError):
         engine.stream(prompt, params)
-    idle(engine)
+    check_idle(engine)
 
 
 def test_refused_lists_of_prompts():
@@ -941,7 +941,7 @@ def test_refused_lists_of_prompts():
         engine.generate(["a", "b"], [greedy()] * 3)
     with pytest.raises(ValueError, match="n = 2"):
         engine.stream("a", SamplingParams(n=2))
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_prompt_that_just_fits_is_not_refused():
@@ -1433,7 +1433,7 @@ def test_a_failure_while_forking_ends_all_samples():
     request = engine.add("hello", SamplingParams(max_tokens=4, n=3))
     engine.step()
     assert {sampled.finish_reason for sampled in request.family} == {"error"}
-    idle(engine)
+    check_idle(engine)
 
 
 def test_astream_cancelled_during_a_step_frees_its_slot():
@@ -1453,7 +1453,7 @@ def test_astream_cancelled_during_a_step_frees_its_slot():
             await task
 
     asyncio.run(cancelled())  # waits for its threads
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_stream_closed_during_anothers_step_knows_that_it_was_aborted():
@@ -1469,7 +1469,7 @@ def test_a_stream_closed_during_anothers_step_knows_that_it_was_aborted():
     other.join()
     assert stream.output.finish_reason == "abort"
     assert stream.output.token_ids == stream.request.output
-    idle(engine)
+    check_idle(engine)
 
 
 def test_a_step_of_another_thread_right_after_add_loses_no_text(monkeypatch):
@@ -1552,3 +1552,91 @@ def test_a_device_that_torch_cannot_read_is_refused(cli):
     """RuntimeError, so a traceback on the command line."""
     with pytest.raises(ValueError, match="cpu:banana"):
         build(device="cpu:banana")
+
+
+def test_a_step_that_fails_in_any_way_ends_its_own_requests_only():
+    """An OverflowError (a penalty of 1e300) left its request in every later step, for ever."""
+    engine = build()
+    failing(engine, 1, OverflowError("too large"))
+    outputs = engine.generate(["bad", "good"], greedy(3))
+    assert [o.finish_reason for o in outputs] == ["error", "length"]
+    assert outputs[0].stop_reason == "too large"
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("where", ["_cut", "_fork"])
+def test_ctrl_c_between_the_lines_of_a_step_leaves_nothing_torn(where):
+    """A token cut but not committed was drawn and shown a second time by the next step."""
+    engine = build()
+    expected = engine.generate("other", greedy(6))[0].token_ids
+    whole = getattr(engine, where)
+
+    def interrupted(*arguments):
+        setattr(engine, where, whole)
+        whole(*arguments)
+        raise KeyboardInterrupt
+
+    setattr(engine, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("hello", SamplingParams(max_tokens=5, n=3))
+    check_idle(engine)
+    assert engine.generate("other", greedy(6))[0].token_ids == expected
+
+
+def test_a_request_interrupted_while_it_is_admitted_can_still_be_aborted(monkeypatch):
+    """It was in neither list, so nothing could end it and a loop that waited for it spun."""
+    engine = build()
+    request = engine.add("hello", greedy(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.manager, "match", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort(request)
+    assert request.finish_reason == "abort"
+    check_idle(engine)
+
+
+def raising(error: BaseException):
+    def call(*arguments):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_memory", "max_len", "max_running", "budget", "seed", "threads"]
+)
+def test_an_engine_refuses_what_is_no_integer(name):
+    """They were TypeErrors, or came up much later."""
+    with pytest.raises(ValueError, match=f"{name} '2' is not an integer"):
+        build(**{name: "2"})
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 2**40])
+def test_threads_have_a_limit(threads):
+    """Five thousand threads ran for a minute and said two words."""
+    with pytest.raises(ValueError, match="between 1 and 1024"):
+        build(threads=threads)
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "tokenizer"])
+def test_a_template_variable_may_have_any_name(cli, name):
+    """--template messages=3 was a TypeError with a traceback."""
+    code, _, err = cli("--prompt", "hi", "--template", f"{name}=3", *GREEDY)
+    assert code in (0, 1) and "Traceback" not in err
+
+
+def test_what_a_terminal_cannot_show_is_replaced(folder):
+    """A character that the locale could not encode ended the answer with an error."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    flags = ["--raw", "--prompt", "x", "--logit-bias", "233=1e6", "--max-tokens", "3", "--quiet"]
+    command = [sys.executable, generate.__file__, "--model", str(folder), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "?" in done.stdout, done.stderr
+
+
+def test_closed_standard_streams_are_no_traceback(folder):
+    """sys.stdin, sys.stdout and sys.stderr are None then."""
+    command = f"'{sys.executable}' '{generate.__file__}' --model '{folder}' --prompt - --quiet"
+    done = subprocess.run(["bash", "-c", command + " <&- >&-"], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr

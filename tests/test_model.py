@@ -744,7 +744,7 @@ def copied(tmp_path, family, **changes):
     return folder
 
 
-def refused(action, *words):
+def expect_refused(action, *words):
     """`action` raises a ValueError of one sentence that contains every one of `words`."""
     with pytest.raises(ValueError) as caught:
         action()
@@ -797,6 +797,14 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
     "vocabulary null": ("llama2", {"vocab_size": None}, ["vocab_size"]),
     "experts missing": ("qwen3_moe", {"num_experts": ...}, ["num_experts"]),
     "too many experts": ("qwen3_moe", {"num_experts_per_tok": 9}, ["9", "6"]),
+    "eps is text": ("llama2", {"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "1e-5"]),
+    "base is text": ("llama2", {"rope_theta": "1e4"}, ["rope_theta", "1e4"]),
+    "base is negative": ("llama2", {"rope_theta": -1}, ["rope_theta", "-1"]),
+    "bias is text": ("llama2", {"attention_bias": "false"}, ["attention_bias", "false"]),
+    "tied is text": ("llama2", {"tie_word_embeddings": "no"}, ["tie_word_embeddings", "no"]),
+    "stop id is text": ("llama2", {"eos_token_id": "2"}, ["eos_token_id", "2"]),
+    "stop ids nested": ("llama2", {"eos_token_id": [[2]]}, ["eos_token_id"]),
+    "layer types no list": ("llama2", {"layer_types": 5}, ["malformed"]),
     "rope-less list too short": ("smollm3_listed", {"no_rope_layers": [0, 1]}, ["no_rope_layers"]),
 }
 
@@ -806,31 +814,31 @@ def test_the_config_is_refused_by_name(name, tmp_path):
     family, changes, words = REFUSED_CONFIGS[name]
     folder = copied(tmp_path, family, **changes)
     config = json.loads((folder / "config.json").read_text())
-    refused(lambda: model.Config.from_hf(config), *words)
-    refused(lambda: model.load(str(folder)), *words)
+    expect_refused(lambda: model.Config.from_hf(config), *words)
+    expect_refused(lambda: model.load(str(folder)), *words)
 
 
 def test_a_folder_without_a_usable_config_is_refused(tmp_path):
     folder = copied(tmp_path, "llama2")
     (folder / "config.json").write_text('{"model_type": "llama", ')
-    refused(lambda: model.load(str(folder)), "config.json")
+    expect_refused(lambda: model.load(str(folder)), "config.json")
     (folder / "config.json").write_text("[1, 2]")
-    refused(lambda: model.load(str(folder)), "config.json")
+    expect_refused(lambda: model.load(str(folder)), "config.json")
     (folder / "config.json").unlink()
-    refused(lambda: model.load(str(folder)), "config.json")
+    expect_refused(lambda: model.load(str(folder)), "config.json")
 
 
 def test_no_such_folder_or_file_is_refused(tmp_path):
-    refused(lambda: model.load(str(tmp_path / "absent")), "absent")
-    refused(lambda: model.load(str(tmp_path / "absent.gguf")), "absent.gguf")
+    expect_refused(lambda: model.load(str(tmp_path / "absent")), "absent")
+    expect_refused(lambda: model.load(str(tmp_path / "absent.gguf")), "absent.gguf")
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path):
     folder = copied(tmp_path, "llama2")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(lambda: model.load(str(folder)), "pytorch_model.bin", "safetensors")
+    expect_refused(lambda: model.load(str(folder)), "pytorch_model.bin", "safetensors")
     (folder / "pytorch_model.bin").unlink()
-    refused(lambda: model.load(str(folder)), "safetensors")
+    expect_refused(lambda: model.load(str(folder)), "safetensors")
 
 
 @pytest.mark.parametrize("keep", [0.97, 0.2, 0.001, 0.0])
@@ -839,26 +847,26 @@ def test_a_truncated_safetensors_file_is_refused(keep, tmp_path):
     folder = copied(tmp_path, "llama2")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: int(keep * file.stat().st_size)])
-    refused(lambda: build(folder), "model.safetensors")
+    expect_refused(lambda: build(folder), "model.safetensors")
 
 
 @pytest.mark.parametrize("keep", [0.97, 0.5, 0.01, 0.0])
 def test_a_truncated_gguf_file_is_refused(keep, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", config_of("qwen3"), tensors_of("qwen3"))
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-    refused(lambda: build(path), "m.gguf")
+    expect_refused(lambda: build(path), "m.gguf")
 
 
 def test_something_else_called_gguf_is_refused(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(4000))
-    refused(lambda: build(path), "m.gguf")
+    expect_refused(lambda: build(path), "m.gguf")
 
 
 def test_a_missing_shard_is_refused(tmp_path):
     folder = copied(tmp_path, "mistral")
     (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(lambda: build(folder), "model-00002-of-00003.safetensors")
+    expect_refused(lambda: build(folder), "model-00002-of-00003.safetensors")
 
 
 def test_a_shard_without_the_tensor_its_index_names_is_refused(tmp_path):
@@ -867,7 +875,7 @@ def test_a_shard_without_the_tensor_its_index_names_is_refused(tmp_path):
     tensors = load_file(file)
     gone = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file)
-    refused(lambda: build(folder), gone)
+    expect_refused(lambda: build(folder), gone)
 
 
 def altered(tmp_path, family, change, **changes):
@@ -893,7 +901,7 @@ MISSING = [
 @pytest.mark.parametrize("family, name", MISSING)
 def test_a_missing_tensor_is_refused(family, name, tmp_path):
     folder = altered(tmp_path, family, lambda tensors: tensors.pop(name))
-    refused(lambda: build(folder), name)
+    expect_refused(lambda: build(folder), name)
 
 
 EXTRA = [
@@ -909,7 +917,7 @@ EXTRA = [
 @pytest.mark.parametrize("family, name", EXTRA)
 def test_an_extra_tensor_is_refused(family, name, tmp_path):
     folder = altered(tmp_path, family, lambda tensors: tensors.update({name: torch.ones(32)}))
-    refused(lambda: build(folder), name)
+    expect_refused(lambda: build(folder), name)
 
 
 SHAPES = [
@@ -927,7 +935,7 @@ SHAPES = [
 @pytest.mark.parametrize("family, name, shape", SHAPES)
 def test_a_wrong_shape_is_refused(family, name, shape, tmp_path):
     folder = altered(tmp_path, family, lambda tensors: tensors.update({name: torch.ones(shape)}))
-    refused(lambda: build(folder), name, str(shape[0]))
+    expect_refused(lambda: build(folder), name, str(shape[0]))
 
 
 def test_gguf_lacking_a_tensor_is_refused(tmp_path):
@@ -937,7 +945,7 @@ def test_gguf_lacking_a_tensor_is_refused(tmp_path):
         tensors_of("qwen2"),
         leave_out=["blk.1.attn_q.bias"],
     )
-    refused(lambda: build(path), "layers.1", "q_proj.bias")
+    expect_refused(lambda: build(path), "layers.1", "q_proj.bias")
 
 
 def test_gguf_of_an_unknown_architecture_is_refused(tmp_path):
@@ -948,16 +956,16 @@ def test_gguf_of_an_unknown_architecture_is_refused(tmp_path):
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    refused(lambda: build(tmp_path / "m.gguf"), "rwkv7")
+    expect_refused(lambda: build(tmp_path / "m.gguf"), "rwkv7")
 
 
 def test_gguf_with_a_window_or_an_unknown_rope_scaling_is_refused(tmp_path):
     config, tensors = config_of("qwen2"), tensors_of("qwen2")
     path = write_gguf(tmp_path / "w.gguf", config, tensors, extra={"attention.sliding_window": 64})
-    refused(lambda: build(path), "64")
+    expect_refused(lambda: build(path), "64")
     config["rope_scaling"] = {"rope_type": "longrope", "factor": 4.0}
     path = write_gguf(tmp_path / "r.gguf", config, tensors)
-    refused(lambda: build(path), "longrope")
+    expect_refused(lambda: build(path), "longrope")
 
 
 @pytest.mark.parametrize(
@@ -969,19 +977,19 @@ def test_gguf_yarn_factors_of_unclear_meaning_are_refused(key, value, tmp_path):
     path = write_gguf(
         tmp_path / "m.gguf", config_of("qwen2_yarn"), tensors_of("qwen2_yarn"), extra={key: value}
     )
-    refused(lambda: build(path), key.rpartition(".")[2])
+    expect_refused(lambda: build(path), key.rpartition(".")[2])
 
 
 def test_gguf_that_turns_a_part_of_each_head_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", config_of("qwen3"), tensors_of("qwen3"), rotated=8)
-    refused(lambda: build(path), "8", "16")
+    expect_refused(lambda: build(path), "8", "16")
 
 
 def test_insisting_on_the_other_format_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", config_of("qwen2"), tensors_of("qwen2"))
-    refused(lambda: model.load(str(path), load="safetensors"), "m.gguf", "safetensors")
-    refused(lambda: model.load(str(GOLDEN / "qwen2"), load="gguf"), "qwen2", "gguf")
-    refused(lambda: model.load(str(path), load="onnx"), "onnx")
+    expect_refused(lambda: model.load(str(path), load="safetensors"), "m.gguf", "safetensors")
+    expect_refused(lambda: model.load(str(GOLDEN / "qwen2"), load="gguf"), "qwen2", "gguf")
+    expect_refused(lambda: model.load(str(path), load="onnx"), "onnx")
 
 
 def test_other_safetensors_beside_the_model_are_not_its_tensors(tmp_path):
@@ -1016,4 +1024,51 @@ def test_a_tied_checkpoint_may_store_the_same_head_twice_but_not_another(tmp_pat
     tensors = load_file(folder / "model.safetensors")
     other(tensors)
     save_file(tensors, folder / "model.safetensors")
-    refused(lambda: build(folder), "lm_head.weight")
+    expect_refused(lambda: build(folder), "lm_head.weight")
+
+
+def test_a_null_max_window_layers_is_no_window(tmp_path):
+    """transformers writes it so, beside use_sliding_window false: it was a TypeError."""
+    folder = copied(tmp_path, "qwen3", use_sliding_window=False, max_window_layers=None)
+    assert all(spec.kind == "full" for spec in model.load(str(folder)).config.specs)
+
+
+def test_a_big_endian_gguf_is_refused(tmp_path):
+    """It was read with every number's bytes swapped: the weights were garbage."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expect_refused(lambda: model.load(str(tmp_path / "m.gguf")), "big-endian")
+
+
+def test_a_gguf_tokenizer_without_its_lists_is_refused():
+    """A missing list was a KeyError."""
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    expect_refused(lambda: model.gguf_tokenizer(fields), "tokenizer.ggml.tokens")
+    fields["tokenizer.ggml.tokens"] = ["a", "b"]
+    fields["tokenizer.ggml.merges"] = []
+    fields["tokenizer.ggml.token_type"] = [1]
+    expect_refused(lambda: model.gguf_tokenizer(fields), "1 of 2")
+
+
+def test_a_gguf_special_token_out_of_range_is_absent():
+    """Old converters wrote -1 for a missing one: it was the vocabulary's last token."""
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": -1,
+        "tokenizer.ggml.eos_token_id": 7,
+    }
+    assert model.gguf_tokenizer(fields)[1] == {}
+
+
+def test_a_revision_of_something_that_has_none_is_refused(tmp_path):
+    """--revision was ignored silently unless the hub was asked."""
+    folder = copied(tmp_path, "llama2")
+    expect_refused(lambda: model.find(str(folder), "main"), "revision", "main")
+    expect_refused(lambda: model.find(None, "main"), "revision", "main")

@@ -36,7 +36,9 @@ def test_every_command_it_names_has_those_flags(command):
     source = (ROOT / file).read_text()
     for flag in flags.split():
         name = flag.removeprefix("--").replace("-", "_")
-        assert flag == "--help" or f'"{flag}"' in source or f'"{name}"' in source, f"{file} has no {flag}"
+        assert flag == "--help" or f'"{flag}"' in source or f'"{name}"' in source, (
+            f"{file} has no {flag}"
+        )
 
 
 def test_every_top_level_file_is_in_the_table():

@@ -589,7 +589,7 @@ def test_other_tokenizers_need_the_library(monkeypatch):
 
 
 def test_lone_surrogate():
-    with pytest.raises(ValueError, match="lone surrogate at 1"):
+    with pytest.raises(ValueError, match="lone surrogate"):
         Tokenizer(small_spec(["a"])).encode("a\ud800")
 
 
@@ -707,3 +707,11 @@ def test_special_token_that_merges_would_make():
     assert tokenizer.encode("ab", special=False) == [0, 1]
     spec = small_spec("a b ab".split(), added=[{"content": "ab"}], ignore_merges=True)
     assert Tokenizer(spec).encode("ab", special=False) == [0, 1]
+
+
+@pytest.mark.parametrize("spec", [{}, {"model": None}, {"model": {"type": "BPE", "merges": []}}])
+def test_a_malformed_tokenizer_is_refused_in_one_sentence(spec, monkeypatch):
+    """It was a KeyError or an AttributeError."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="tokenizer.json is malformed|not byte-level BPE"):
+        build_tokenizer(spec)

@@ -1039,7 +1039,7 @@ def _as_bytes(text):
 def _check_text(text):
     try:
         text.encode()
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError:
         raise ValueError("the text is no UTF-8: it has a lone surrogate") from None
 
 

@@ -958,7 +958,7 @@ WAYS = (
 )
 
 
-def find(name: str | None, revision: str | None = None, say=None) -> tuple[Path, dict]:
+def find(name: str | Path | None, revision: str | None = None, say=None) -> tuple[Path, dict]:
     """Where a model's files are, fetched first if need be, and its models.json entry or {}.
 
     name: None for the default, a folder or .gguf file, a name of models.json, or a hub repo.
@@ -969,6 +969,7 @@ def find(name: str | None, revision: str | None = None, say=None) -> tuple[Path,
     entries = {entry["name"].lower(): entry for entry in json.loads(MODELS.read_text("utf-8"))}
     if name is None:
         name = next(entry["name"] for entry in entries.values() if "pypi" in entry)
+    name = str(name)  # a Path is welcome too
     entry = entries.get(name.lower(), {})
     local = name and (Path(name).exists() or name.endswith(".gguf"))
     if revision and (local or "pypi" in entry):

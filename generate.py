@@ -1683,7 +1683,7 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
         print(json.dumps({**result, "load_s": engine.load_s}))
     sys.stdout.flush()
     if not args.json:  # which has the numbers in it
-        say(summary(engine, outputs[0]))
+        say("\n" + summary(engine, outputs[0]))
     if args.trace:
         print(trace(request, engine.load_s), file=sys.stderr)
     for output in outputs:
@@ -1746,7 +1746,7 @@ def _chat(engine: Engine, params, template, args, say: Say) -> int:
             continue
         output = _show(stream, sys.stdout)
         messages.append({"role": "assistant", "content": output.text})
-        say(summary(engine, output) + "\n")
+        say("\n" + summary(engine, output) + "\n")
         if args.trace:
             print(trace(stream.request, engine.load_s), file=sys.stderr)
 

@@ -317,6 +317,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'model.py',
+        '        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])',
+        '        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :], causal=False)',
+        '1: a row sees the rows after it',
+        'tests/test_model.py -k logits and llama2',
+    ),
+    (
+        'model.py',
         '    plain = 1.0 / rope["rope_theta"] ** exponents',
         '    plain = 1.0 / 10000.0 ** exponents',
         'rope: another base',

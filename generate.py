@@ -1497,6 +1497,7 @@ SAMPLING = {  # SamplingParams' plain fields: type, help
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="generate.py",
+        usage="generate.py [--prompt TEXT] [flags]        --help lists the flags",
         description="Answer a prompt and say where the time went. Without --prompt: a chat.",
         allow_abbrev=False,
     )

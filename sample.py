@@ -367,7 +367,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
         "as it is": {},
         "top_k 3": {"top_k": 3},
         "top_p 0.9": {"top_p": 0.9},
-        "min_p 0.1": {"min_p": 0.1},
+        "min_p 0.05": {"min_p": 0.05},
     }
     probabilities = (logits / temperature).softmax(-1).tolist()
     lines = [f"The sky is ...   temperature {temperature:g}: each id's probability, and out of"]

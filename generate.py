@@ -347,7 +347,7 @@ class Engine:
 
     def stream(self, prompt, params=None, template=None) -> "TextStream":
         """Pieces of one answer's text as they come; its `.output` is the whole afterwards."""
-        if params is not None and params.n > 1:
+        if isinstance(params, SamplingParams) and params.n > 1:
             raise ValueError(f"n = {params.n} samples cannot be streamed as one text")
         return TextStream(self, self.add(prompt, params, template))
 

@@ -284,8 +284,10 @@ class Engine:
     def _ids(self, prompt, template: dict | None, stamps: dict) -> list[int]:
         """A prompt of any kind as token ids."""
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.name} has no tokenizer.json: prompts must be token ids")
             if self.template is None:
-                raise ValueError(f"{self.name} has no chat template: use a raw prompt")
+                raise ValueError(f"{self.name} has no chat template: use a raw prompt (--raw)")
             text, restore = self.template.protected(self.tokenizer, prompt, **(template or {}))
             stamps["template"] = time.perf_counter()
             return self.tokenizer.encode(text, restore=restore)
@@ -1295,7 +1297,7 @@ class ChatTemplate:
         self._special = special
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError) as error:
             raise ValueError(f"chat template does not parse: {error}") from error
 
     def render(self, messages, /, **variables) -> str:
@@ -1490,7 +1492,7 @@ SAMPLING = {  # SamplingParams' plain fields: type, help
     "frequency_penalty": (float, "the same, for each occurrence"),
     "logprobs": (int, "with --json: log-probabilities, and of the N likeliest tokens"),
     "n": (int, "samples of the prompt (default 1)"),
-    "seed": (int, "draw the same tokens again"),
+    "seed": (int, "draw other tokens (default: runs repeat themselves)"),
 }
 
 
@@ -1499,6 +1501,7 @@ def parser() -> argparse.ArgumentParser:
         prog="generate.py",
         usage="generate.py [--prompt TEXT] [flags]        --help lists the flags",
         description="Answer a prompt and say where the time went. Without --prompt: a chat.",
+        epilog="Sampling flags that are not given are the model's own (generation_config.json).",
         allow_abbrev=False,
     )
     add = p.add_argument
@@ -1512,10 +1515,10 @@ def parser() -> argparse.ArgumentParser:
     add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS",
         help="add to a logit (repeatable)")  # fmt: skip
     add("--stop", action="append", default=[], help="end before this text (repeatable)")
-    add("--stop-token-id", type=int, action="append", default=[], help="end at this id")
+    add("--stop-token-id", type=int, action="append", default=[], help="repeatable")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
-        help="variable of the chat template, such as enable_thinking=false")  # fmt: skip
+        help="of the chat template, such as enable_thinking=false (repeatable)")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
     add("--dtype", help="float32, bfloat16 or float16")
     add("--threads", type=int, help="CPU threads")
@@ -1569,6 +1572,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        say.done()
         return 130
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # else the reader has gone
@@ -1684,7 +1688,8 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
         print(json.dumps({**result, "load_s": engine.load_s}))
     sys.stdout.flush()
     if not args.json:  # which has the numbers in it
-        say("\n" + summary(engine, outputs[0]))
+        say("\n(of sample 1)" if params.n > 1 else "")
+        say(summary(engine, outputs[0]))
     if args.trace:
         print(trace(request, engine.load_s), file=sys.stderr)
     for output in outputs:

@@ -193,8 +193,8 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="One step's bytes and FLOPs on three cards.")
-    parser.add_argument("--rows", type=int, default=1, help="requests decoding at once")
-    parser.add_argument("--context", type=int, default=2048, help="tokens in each context")
+    parser.add_argument("--rows", type=int, default=1, help="requests decoding (default 1)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens in each (default 2048)")
     args = parser.parse_args()
     if args.rows < 1 or args.context < 2:
         parser.error(f"--rows {args.rows} must be at least 1, --context {args.context} at least 2")

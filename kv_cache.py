@@ -354,14 +354,19 @@ def _main():
     for line in (Path(__file__).parent / "models.json").read_text().splitlines():
         if line.startswith("{"):
             entry = json.loads(line.rstrip(","))
-            models[entry["name"]] = entry["config"]
+            models[entry["name"].lower()] = entry["name"], entry["config"]
     parser = argparse.ArgumentParser(description="What a token costs in memory.")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="name in models.json")
+    parser.add_argument(
+        "--model",
+        default="SmolLM2-135M-Instruct",
+        help="name in models.json (default: the engine's)",
+    )
     args = parser.parse_args()
-    if args.model not in models:
-        parser.error(f"--model {args.model} is not one of: {', '.join(sorted(models))}")
+    if args.model.lower() not in models:
+        names = ", ".join(sorted(name for name, _ in models.values()))
+        parser.error(f"--model {args.model} is not one of: {names}")
     try:
-        print(picture(args.model, models[args.model]))
+        print(picture(*models[args.model.lower()]))
     except ValueError as error:
         parser.exit(1, f"{args.model}: {error}\n")
 

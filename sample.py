@@ -396,7 +396,7 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="Filter a distribution and draw from it.")
-    parser.add_argument("--temperature", type=float, default=1.0, help="above 0")
+    parser.add_argument("--temperature", type=float, default=1.0, help="above 0 (default 1)")
     args = parser.parse_args()
     if not args.temperature > 0:
         parser.error(f"--temperature {args.temperature} must be above 0 here")

@@ -285,8 +285,8 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="Draw which tokens go into which step.")
-    parser.add_argument("--budget", type=int, default=8, help="tokens a step, at most 15")
-    parser.add_argument("--samples", type=int, default=1, help="samples of prompt B, at most 8")
+    parser.add_argument("--budget", type=int, default=8, help="tokens a step, 1 to 15 (default 8)")
+    parser.add_argument("--samples", type=int, default=1, help="of prompt B, 1 to 8 (default 1)")
     args = parser.parse_args()
     if not 1 <= args.budget <= 15 or not 1 <= args.samples <= 8:
         parser.error("--budget is from 1 to 15 and --samples from 1 to 8")

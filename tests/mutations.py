@@ -464,8 +464,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         'model.py',
-        '    return [GGUF_PARSED, path.stat().st_size, header]',
-        '    return [GGUF_PARSED, path.stat().st_size]',
+        '    return [GGUF_PARSED, size, header.hexdigest(), content.hexdigest()]',
+        '    return [GGUF_PARSED, size, content.hexdigest()]',
         'a changed GGUF file keeps its old header',
         'tests/test_model.py -k changed',
     ),

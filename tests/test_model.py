@@ -1072,3 +1072,42 @@ def test_a_revision_of_something_that_has_none_is_refused(tmp_path):
     folder = copied(tmp_path, "llama2")
     expect_refused(lambda: model.find(str(folder), "main"), "revision", "main")
     expect_refused(lambda: model.find(None, "main"), "revision", "main")
+
+
+def test_num_local_experts_is_num_experts(tmp_path):
+    """transformers 5 writes that name into config.json: it was refused."""
+    folder = copied(tmp_path, "qwen3_moe", num_experts=..., num_local_experts=6)
+    assert model.load(str(folder)).config.experts == 6
+
+
+def test_what_tokenizer_config_names_is_special(tmp_path):
+    """An eos token that tokenizer.json has as not special let a message close its own turn."""
+    folder = copied(tmp_path, "llama2")
+    token = {"id": 9, "content": "<|im_end|>", "special": False}
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [token]}))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    tokenizer = model.load(str(folder)).tokenizer
+    assert tokenizer["special_tokens"] == {"eos_token": "<|im_end|>"}
+    assert tokenizer["added_tokens"][0]["special"] is True
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: kept["parsed"].pop("fields"),
+        lambda kept: kept["parsed"].update(header_bytes="many"),
+        lambda kept: kept["parsed"].update(tensors=kept["parsed"]["tensors"][:1]),
+        lambda kept: kept.update(parsed=[]),
+        lambda kept: kept.clear(),
+    ],
+)
+def test_a_kept_gguf_header_that_is_damaged_inside_is_rebuilt(tmp_path, damage):
+    """Valid JSON with the right key was trusted: a traceback, or tensors that were missing."""
+    config, tensors = config_of("llama2"), tensors_of("llama2")
+    path = write_gguf(tmp_path / "m.gguf", config, tensors)
+    names = set(model.load(str(path)).tensors)
+    (kept,) = (model.CACHE / "parsed").glob("*.json")
+    content = json.loads(kept.read_text())
+    damage(content)
+    kept.write_text(json.dumps(content))
+    assert set(model.load(str(path)).tensors) == names

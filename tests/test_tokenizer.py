@@ -715,3 +715,9 @@ def test_a_malformed_tokenizer_is_refused_in_one_sentence(spec, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="tokenizer.json is malformed|not byte-level BPE"):
         build_tokenizer(spec)
+
+
+def test_a_template_that_is_no_python_is_refused():
+    """A break outside of a loop came out as a SyntaxError."""
+    with pytest.raises(ValueError, match="does not parse"):
+        ChatTemplate("{% break %}", {})

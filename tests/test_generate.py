@@ -1540,6 +1540,7 @@ def test_two_threads_that_add_at_once_keep_the_order():
     engine.add("a")
     other.join()
     engine.check()
+    assert [request.id for request in engine.scheduler.waiting] == [0, 1]
 
 
 def test_flags_that_have_no_effect_are_refused(cli):

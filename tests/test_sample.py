@@ -660,7 +660,8 @@ def test_a_value_out_of_range_is_refused_by_name(name, value, message):
     ("logit_bias", {0: -100}),
 ])  # fmt: skip
 def test_a_value_at_the_edge_of_its_range_is_accepted(name, value):
-    SamplingParams(**{name: value})
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert found == (tuple(value) if name == "stop" else value)
 
 
 def test_an_unknown_field_is_refused():

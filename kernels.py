@@ -19,6 +19,7 @@ Units         bytes, FLOPs (a multiply-add is two), seconds.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python kernels.py                  one decode step and one prompt, on three cards
               python kernels.py --rows 16        a batch of 16 decodes instead of one
+              python tests/mutations.py kernels.py   change it: known bugs, each with its test
 Imports       nothing of ours.
 """
 

@@ -24,6 +24,7 @@ Units         bytes; positions and lengths in tokens. bytes per token: over all 
 Article       "The KV Cache, Sized: What the Formula Says and What Your Engine Gives You"
 Try           python kv_cache.py                     bytes and FLOPs against length
               python kv_cache.py --model Qwen3-8B    another model of models.json
+              python tests/mutations.py kv_cache.py   change it: known bugs, each with its test
 Imports       nothing of ours yet; kernels when caches call them.
 """
 

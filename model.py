@@ -24,6 +24,7 @@ Units         positions in tokens, angles in radians, sizes in bytes.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python model.py                  a tiny model: parameters, prefill equals decode
               python model.py --experts 4      the same with a mixture of experts
+              python tests/mutations.py model.py   change it: known bugs, each with its test
 Imports       kernels (operations), kv_cache (LayerSpec, layers, checks of fields; the experiment
               also its cache).
 """

@@ -23,6 +23,7 @@ Units         logits and scores: nats. Probabilities from 0 to 1. position: toke
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python sample.py                     a distribution, filtered and drawn from
               python sample.py --temperature 0.5   the same, sharper
+              python tests/mutations.py sample.py   change it: known bugs, each with its test
 Imports       kernels (the mask).
 """
 

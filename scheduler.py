@@ -22,6 +22,7 @@ Units         tokens, computed, n, budget: tokens. Stamps: seconds of time.perf_
 Article       "Continuous Batching, Animated: How a Server Keeps the GPU Busy"
 Try           python scheduler.py                one prompt after another, chunk by chunk
               python scheduler.py --samples 3    a prompt computed once and sampled three times
+              python tests/mutations.py scheduler.py   change it: known bugs, each with its test
 Imports       nothing of ours, and not torch: a plan is arithmetic on integers.
 """
 

@@ -1641,3 +1641,16 @@ def test_closed_standard_streams_are_no_traceback(folder):
     command = f"'{sys.executable}' '{generate.__file__}' --model '{folder}' --prompt - --quiet"
     done = subprocess.run(["bash", "-c", command + " <&- >&-"], capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kept", [0, -1.0, "fast", None])
+def test_a_damaged_bandwidth_is_measured_again(kept, tmp_path, monkeypatch):
+    """A kept 0 was a ZeroDivisionError after the answer."""
+    monkeypatch.setattr(models, "CACHE", tmp_path)
+    device = torch.device("cpu")
+    first = generate.read_bandwidth(device)
+    content = json.loads((tmp_path / "bandwidth.json").read_text())
+    damaged = {key: kept for key in content}
+    (tmp_path / "bandwidth.json").write_text(json.dumps(damaged))
+    assert first > 1e6 and generate.read_bandwidth(device) > 1e6
+    assert json.loads((tmp_path / "bandwidth.json").read_text()) != damaged

@@ -7,7 +7,7 @@ The idea      One request passes many hands: a template makes messages into text
 
 The data      messages --template--> text --tokenizer--> ids --add--> waiting
                  plan:     which tokens of which requests            scheduler.py
-                 prepare:  their rows, and a view of the cache       kv_cache.py
+                 prepare:  their rows, and a view of the cache       paged.py, kv_cache.py
                  forward:  rows -> hidden -> logits                  model.py
                  sample:   logits -> one id a request                sample.py
                  cut:      ids -> what is kept, and why it ended     Stream, below
@@ -24,7 +24,7 @@ Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
-Imports       kv_cache, model, sample, scheduler; never kernels.
+Imports       kv_cache, model, paged, sample, scheduler; never kernels.
 """
 
 import argparse
@@ -59,6 +59,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import kv_cache
 import model as models
+import paged
 from sample import Logprobs, Row, SamplingParams, mix, sample, sample_seed
 from scheduler import Request, Scheduler
 
@@ -76,6 +77,54 @@ class Event:
 
 
 @dataclass
+class StepRecord:
+    """What a step was made of, for whoever watches: a progress bar, a timeline."""
+
+    began: float
+    parts: list[tuple[Request, int, int]]  # request, first position, rows
+    preempted: list[Request]  # to make room for it
+    ended: float = 0.0
+    sampled: int = 0  # tokens that came out
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows that are no decodes: prompt tokens, and what is computed again."""
+        return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
+
+    @property
+    def rows(self) -> int:
+        return sum(n for _, _, n in self.parts)
+
+
+@dataclass
+class Counts:
+    """Sums over an engine's steps."""
+
+    steps: int = 0
+    rows: int = 0
+    output_tokens: int = 0
+    admitted_tokens: int = 0  # of prompts that began to run
+    reused_tokens: int = 0  # of these, found in the cache
+    preemptions: int = 0
+    prompt_s: float = 0.0  # in steps of mostly prompt tokens
+    prompt_rows: int = 0  # in those steps
+
+    def add(self, record: StepRecord):
+        self.steps += 1
+        self.rows += record.rows
+        self.output_tokens += record.sampled
+        self.preemptions += len(record.preempted)
+        if record.prompt_rows >= max(32, 0.75 * record.rows):
+            self.prompt_s += record.ended - record.began
+            self.prompt_rows += record.rows
+
+    def saved_s(self, tokens: int) -> float:
+        """What computing so many prompt tokens would have taken, at the pace so far; 0 if no
+        step had enough of them to tell."""
+        return tokens * self.prompt_s / self.prompt_rows if self.prompt_rows else 0.0
+
+
+@dataclass
 class Output:
     """A finished sample. token_ids include the stop id; text includes neither it nor a stop."""
 
@@ -88,6 +137,10 @@ class Output:
     timings: dict[str, float]
 
 
+BUDGET, MAX_RUNNING = 512, 64
+MOST_BUDGET, MOST_RUNNING = 2**20, 2**16
+
+
 class Engine:
     """A model, its cache, and the requests that are on their way.
 
@@ -97,9 +150,14 @@ class Engine:
     dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
     threads     CPU threads
     kv_memory   bytes of cache (default: from free memory)
+    block_size  tokens a block of the cache holds: a power of two from 8 to 256
     max_len     most tokens of prompt and output (default: the model's positions, if they fit)
     budget      most tokens a step computes
-    max_running most requests at once (default: 8, if they fit)
+    max_running most requests at once, samples counted
+    prefix_cache  whether a prompt finds what earlier ones have computed
+    policy      "fcfs", or "priority": the smaller SamplingParams.priority goes first
+    static      admit nobody before the whole batch has ended: to be compared with
+    reserve     take the blocks for the longest answer at admission: to be compared with
     seed        of requests that have none of their own
     say         called with a line for people; progress with (layers loaded, layers)
 
@@ -116,19 +174,31 @@ class Engine:
         threads: int | None = None,
         load: str = "auto",
         kv_memory: int | None = None,
+        block_size: int = 16,
         max_len: int | None = None,
-        budget: int = 512,
-        max_running: int | None = None,
+        budget: int = BUDGET,
+        max_running: int = MAX_RUNNING,
+        prefix_cache: bool = True,
+        policy: str = "fcfs",
+        static: bool = False,
+        reserve: bool = False,
         seed: int = 0,
         say=None,
         progress=None,
     ):
         started = time.perf_counter()
         self.say = say or (lambda line: None)
-        given = {"kv_memory": kv_memory, "max_len": max_len, "max_running": max_running}
-        for name, value in {**given, "budget": budget, "seed": seed, "threads": threads}.items():
-            if not isinstance(value, int | None):
+        limits = {"kv_memory": kv_memory, "max_len": max_len, "threads": threads}
+        numbers = {"block_size": block_size, "budget": budget, "max_running": max_running}
+        for name, value in {**limits, **numbers, "seed": seed}.items():
+            if type(value) is not int and (value is not None or name not in limits):
                 raise ValueError(f"{name} {value!r} is not an integer")
+        for name, value, most in (
+            ("max_running", max_running, MOST_RUNNING),
+            ("budget", budget, MOST_BUDGET),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} {value} is not from 1 to {most:,}")
         if threads is not None:
             if not 1 <= threads <= 1024:
                 raise ValueError(f"threads {threads} is not between 1 and 1024")
@@ -136,18 +206,22 @@ class Engine:
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self._load(model, revision, load, progress)
-        self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
-        self.max_running, self.max_len = self._fit(kv_memory, max_len, max_running)
-        self.cache = kv_cache.ContiguousCache(
-            self.config.specs, self.max_running, self.max_len, self.device, self.dtype
+        specs = self.config.specs
+        self.bytes_per_token = kv_cache.bytes_per_token(specs, self.dtype.itemsize)
+        blocks, self.max_len = self._fit(kv_memory, block_size, max_len)
+        groups = len(set(specs))
+        self.manager = paged.BlockManager(blocks, block_size, groups, prefix_cache, reserve)
+        self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
+        self.cache = paged.PagedCache(
+            specs, blocks, block_size, budget, max_running, self.device, self.dtype
         )
-        self.manager = kv_cache.Slots(self.max_running)
-        self.scheduler = Scheduler(self.manager, budget, self.max_running)
         self.seed = seed
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
         self.step_lock = threading.Lock()  # held while a step runs
         self.queue_lock = threading.Lock()  # ids are given in the order of the queue
+        self.counts = Counts()
+        self.watch = None  # called after each step with a StepRecord
         self.load_s = time.perf_counter() - started
 
     # ---- one step, and what it is made of
@@ -159,27 +233,51 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        plan = self.scheduler.plan()
-        if not plan:
-            return []
-        self._stamp(plan, "scheduled")
+        plan: list[tuple[Request, int]] = []
+        began = time.perf_counter()
         try:
-            step = self.cache.prepare(plan)
-            hidden, _ = self.model(step.tokens, step.positions, step)
-            logits = self.model.logits(hidden[step.sample_rows])
+            plan = self.scheduler.plan()
+            if not plan:
+                return []
+            record = self._scheduled(plan, began)
+            events = self._run(plan)
+        except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
+            self._fail(plan, "interrupted")
+            self.scheduler.repair()
+            raise
+        record.ended = time.perf_counter()
+        record.sampled = sum(len(event.token_ids) for event in events)
+        self.counts.add(record)
+        if self.watch is not None:
+            self.watch(record)
+        return events
+
+    def _run(self, plan) -> list[Event]:
+        """Compute a plan and commit it. What fails is tried again request by request, since
+        nothing is committed yet: the one whose fault it was ends, the others go on."""
+        try:
+            step, ids, logprobs = self._compute(plan)
+        except Exception as error:  # out of memory, a device that failed, a number too large
+            if len(plan) == 1:
+                return self._fail(plan, str(error))
+            return [event for pair in plan for event in self._run([pair])]
+        try:
             plan = self._fork(plan)
-            rows = [self._row(request) for request, n in plan if n == request.behind]
-            self._stamp(plan, "prefill")
-            ids, logprobs = sample(logits, rows) if rows else ([], [])
             kept = self._cut(plan, iter(ids), iter(logprobs))
             self.cache.commit(step, kept)
             self.scheduler.commit(plan, kept)
-            return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
-        except Exception as error:  # out of memory, a device that failed: of these requests only
+        except Exception as error:
             return self._fail(plan, str(error))
-        except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
-            self._fail(plan, "interrupted")
-            raise
+        return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
+
+    def _compute(self, plan):
+        """One forward pass, and an id for each sample of the requests that caught up."""
+        step = self.cache.prepare(plan)
+        hidden, _ = self.model(step.tokens, step.positions, step)
+        logits = self.model.logits(hidden[step.sample_rows])
+        self._computed(plan)
+        rows = [row for request, n in plan if n == request.behind for row in self._rows(request)]
+        return step, *(sample(logits, rows) if rows else ([], []))
 
     def _fail(self, plan, reason: str) -> list[Event]:
         """End what a step had planned, forks too; the others go on."""
@@ -198,15 +296,17 @@ class Engine:
                 child = self.scheduler.fork(request, index)
                 child.seed = sample_seed(request.seed, index)
                 child.stream = self._stream(child)
-                self.cache.copy(request.slot, child.slot, request.computed + n)
+                self.cache.copy(request, child, request.computed + n)
                 whole.append((child, n))
         return whole
 
-    def _row(self, request: Request) -> Row:
-        tokens = request.tokens
-        return Row(
-            request.params, request.seed, len(tokens), tokens, prompt_tokens=request.prompt_tokens
-        )
+    def _rows(self, request: Request) -> list[Row]:
+        """The last row of a request, once for each sample that it forks into."""
+        tokens, count = request.tokens, request.prompt_tokens
+        seeds = [sample_seed(request.seed, i) for i in range(request.samples)]
+        return [
+            Row(request.params, seed, len(tokens), tokens, prompt_tokens=count) for seed in seeds
+        ]
 
     def _cut(self, plan, ids, logprobs) -> list[tuple[list[int], str | None]]:
         """Per planned request the ids that stay, and why it ends if it does."""
@@ -249,13 +349,23 @@ class Engine:
         self.scheduler.abort(request, finish)
         return [self._event(request, [])]
 
-    def _stamp(self, plan, stage: str):
-        if stage == "prefill" and self.device.type == "cuda":
+    def _scheduled(self, plan, began: float) -> "StepRecord":
+        now = time.perf_counter()
+        for request, _ in plan:
+            if "scheduled" not in request.stamps:
+                request.stamps["scheduled"] = now
+                self.counts.admitted_tokens += request.prompt_tokens
+                self.counts.reused_tokens += request.reused
+        parts = [(request, request.computed, n) for request, n in plan]
+        return StepRecord(began, parts, list(self.scheduler.preempted))
+
+    def _computed(self, plan):
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the work is done, not only ordered
         now = time.perf_counter()
         for request, n in plan:
-            if stage == "scheduled" or n == request.behind:
-                request.stamps.setdefault(stage, now)
+            if n == request.behind:
+                request.stamps.setdefault("prefill", now)
 
     # ---- requests in and out
 
@@ -276,7 +386,11 @@ class Engine:
         self._check_prompt(ids)
         with self.queue_lock:
             seed = mix(self.seed, self.next_id) if params.seed is None else params.seed
-            request = Request(self.next_id, ids, params, seed, params.n, stamps=stamps)
+            request = Request(
+                self.next_id, ids, params, seed, params.n,
+                priority=params.priority, salt=params.cache_salt, stamps=stamps,
+                most=min(len(ids) + params.max_tokens, self.max_len) - 1,
+            )  # fmt: skip
             request.stream = self._stream(request)
             self.scheduler.add(request)
             self.next_id += 1
@@ -386,6 +500,8 @@ class Engine:
             usage={
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": len(ids),
+                "cached_tokens": request.reused,
+                "preemptions": request.preempted,
                 "cache_bytes": request.computed * self.bytes_per_token,
             },
             timings=timings(request),
@@ -433,29 +549,32 @@ class Engine:
         stream.inbox = deque() if first is None else first.inbox  # one for all samples
         return stream
 
-    def _fit(self, kv_memory, max_len, max_running) -> tuple[int, int]:
-        """Slots and their length that fit the memory for the cache, said where lowered."""
-        each, why = self.bytes_per_token, "kv_memory"
-        if kv_memory is None:
-            kv_memory, why = _free_memory(self.device), "free memory for the cache"
+    def _fit(self, kv_memory: int | None, block_size: int, max_len: int | None):
+        """How many blocks the cache has, said with the reason; and max_len, if that is less."""
         if max_len is not None and not 2 <= max_len <= self.config.positions:
             raise ValueError(
                 f"max_len {max_len}: from 2 to the model's {self.config.positions} positions"
             )
-        if max_running is not None and max_running < 1:
-            raise ValueError(f"max_running {max_running} must be at least 1")
+        if block_size not in paged.BLOCK_SIZES:
+            raise ValueError(f"block_size {block_size} is not one of {paged.BLOCK_SIZES}")
         wanted = max_len or self.config.positions
-        slots = max_running or max(1, min(8, kv_memory // (each * wanted)))
-        fits = kv_memory // (each * slots)
-        if fits < 2:
+        each = paged.block_bytes(self.config.specs, block_size, self.dtype.itemsize)
+        why = "kv_memory"
+        if kv_memory is None:
+            kv_memory, why = _free_memory(self.device, wanted * self.bytes_per_token)
+        blocks = kv_memory // each - 1  # block 0 is not handed out
+        if blocks < 1:
             raise ValueError(
-                f"{why} {kv_memory:,} bytes: not two tokens of {each:,} bytes for {slots} requests"
+                f"kv_memory {kv_memory:,} bytes: not two blocks of {block_size} tokens,"
+                f" {each:,} bytes each"
             )
+        size = blocks * each
+        size = f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
+        self.say(f"cache: {blocks:,} blocks of {block_size} tokens, {size} ({why})")
+        fits = blocks * block_size
         if fits < wanted:
-            gib = kv_memory / 2**30
-            held = f"{why} is {gib:.3g} GiB for {slots} requests"
-            self.say(f"max_len {fits:,} instead of {wanted:,}: {held}")
-        return slots, min(fits, wanted)
+            self.say(f"max_len {fits:,} instead of {wanted:,}: the cache has {fits:,} tokens")
+        return blocks, min(fits, wanted)
 
     def _check_params(self, params: SamplingParams):
         for name in ("stop_token_ids", "logit_bias"):
@@ -485,9 +604,7 @@ class Engine:
     def check(self):
         """Raise AssertionError where an invariant of scheduler or cache does not hold."""
         self.scheduler.check()
-        self.manager.check(self.max_running)
-        held = {r for r in self.scheduler.running if r.slot is not None}
-        assert held == set(self.manager.holders.values()), "3: a slot outlived its request"
+        self.manager.check(self.scheduler.running)
 
 
 class TextStream:
@@ -770,19 +887,29 @@ def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     return known.get(name, name)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes the cache may take: nine tenths of what is free on a GPU, half of it on a CPU."""
+def _free_memory(device: torch.device, longest: int) -> tuple[int, str]:
+    """Bytes the cache may take, and why: nine tenths of what is free on a GPU; on a CPU half of
+    it, and no more than 4 GiB or one longest request takes, for others use the machine too."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+        free = torch.cuda.mem_get_info(device)[0]
+        return int(free * 0.9), f"nine tenths of {free / 2**30:.3g} GiB free"
+    free = _free_ram()
+    most = max(4 * 2**30, longest)
+    if free // 2 < most:
+        return free // 2, f"half of {free / 2**30:.3g} GiB free"
+    return most, f"--kv-memory sets it; {free / 2**30:.3g} GiB are free"
+
+
+def _free_ram() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024 // 2
+                return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux
     if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return 4 * 2**30
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return 8 * 2**30
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1526,7 +1653,16 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="CPU threads")
     add("--max-len", type=int, help="most tokens of prompt and output")
     add("--kv-memory", type=_bytes, help="bytes for the cache, such as 2GiB")
-    add("--budget", type=int, default=512, help="most tokens a step computes (default 512)")
+    add("--block-size", type=int, default=16, help="tokens a cache block holds (default 16)")
+    add("--budget", type=int, default=BUDGET,
+        help=f"most tokens a step computes (default {BUDGET})")  # fmt: skip
+    add("--max-running", type=int, default=MAX_RUNNING,
+        help=f"most requests at once (default {MAX_RUNNING})")  # fmt: skip
+    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    add("--policy", choices=("fcfs", "priority"), default="fcfs",
+        help="order of arrival, or the smaller priority first")  # fmt: skip
+    add("--static", action="store_true", help="admit nobody before the batch has ended")
+    add("--reserve", action="store_true", help="take the longest answer's blocks at admission")
     add("--trace", action="store_true", help="print the request's timeline")
     add("--quiet", action="store_true", help="the answer only")
     add("--json", action="store_true", help="print one JSON object instead of text")
@@ -1559,8 +1695,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         engine = Engine(
             args.model, revision=args.revision, device=args.device, dtype=args.dtype,
-            threads=args.threads, kv_memory=args.kv_memory, max_len=args.max_len,
-            budget=args.budget, max_running=params.n if params.n > 8 else None,
+            threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
+            max_len=args.max_len, budget=args.budget, max_running=args.max_running,
+            prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
+            reserve=args.reserve,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
@@ -1783,39 +1921,48 @@ def byte_checkpoint(letters: bytes = bytes(range(256)), seed: int = 0) -> models
 def demo() -> str:
     """A tiny random model, a line a step: what was planned, computed, sampled and released."""
     printable = byte_checkpoint(bytes(range(32, 127)))
-    engine = Engine(printable, device="cpu", dtype="float32", budget=8, max_running=3, max_len=64)
-    first = SamplingParams(max_tokens=6, temperature=0)
-    second = SamplingParams(max_tokens=3, seed=1, n=2, top_p=0.9)
-    engine.add("Octavo reads", first)
-    engine.add("two", second)
+    engine = Engine(
+        printable, device="cpu", dtype="float32", budget=8, max_running=3, max_len=32,
+        kv_memory=8 * 2048, block_size=8,
+    )  # fmt: skip
+    engine.add("Octavo reads", SamplingParams(max_tokens=6, temperature=0))
+    engine.add("two", SamplingParams(max_tokens=4, seed=1, n=2, top_p=0.9))
+    engine.add("Octavo reads on", SamplingParams(max_tokens=3, temperature=0))
     lines = [
-        "A: prompt of 12, temperature 0, 6 tokens.  B: prompt of 3, top_p 0.9, 2 samples of 3.",
-        "A step computes at most 8 tokens, and one prompt is answered after another.",
+        "A: prompt of 12, temperature 0, 6 tokens.  B: prompt of 3, top_p 0.9, 2 samples of 4.",
+        "C: prompt of 15, it begins like A, 3 tokens. At most 8 tokens a step and 3 requests;",
+        "a cache of 7 blocks of 8 tokens.",
         "",
-        "plan              cache  sample -> released",
+        f"{'plan':<36}{'held':>6}  sample -> released",
     ]
+
+    def name(r: Request) -> str:
+        return "ABC"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
+
+    records: list[StepRecord] = []
+    engine.watch = records.append
     while engine.scheduler.busy:
-        computed = {r: r.computed for r in engine.scheduler.running}
         events = engine.step()
         engine.check()
-        planned, drawn = [], []
-        for event in events:
-            r = event.request
-            name = "AB"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
-            start = computed.get(r, 0)
-            if r.index and r not in computed:
-                planned.append(f"{name} forks")
-            else:
-                last = r.computed - 1
-                planned.append(f"{name} {start}..{last}" if last > start else f"{name} {last}")
-            end = f" {event.finish_reason}, slot free" if event.finish_reason else ""
-            drawn += [f"{name} {i} -> {event.text!r}{end}" for i in event.token_ids]
-        held = sum(r.computed for r in engine.scheduler.running)
-        lines.append(f"{', '.join(planned):<18}{held:>5}  {',  '.join(drawn)}".rstrip())
+        planned = []
+        for r, start, n in records[-1].parts:
+            rows = f"{start}..{start + n - 1}" if n > 1 else f"{start}"
+            found = f" ({start} found)" if r.reused and start == r.reused else ""
+            planned.append(f"{name(r)} {rows}{found}")
+        known = {r for r, _, _ in records[-1].parts}
+        planned += [f"{name(e.request)} forks" for e in events if e.request not in known]
+        drawn = [
+            f"{name(e.request)} {e.token_ids[0]} {e.text!r}{' ' + (e.finish_reason or '')}".rstrip()
+            for e in events
+            if e.token_ids
+        ]
+        held = engine.manager.held
+        lines.append(f"{', '.join(planned):<36}{held:>6}  {', '.join(drawn)}".rstrip())
     lines += [
         "",
-        "plan: positions that go through the model. cache: tokens held after the step. B's prompt",
-        "is computed once; its last row is sampled twice, and the second sample copies the slot.",
+        "plan: positions that go through the model. held: blocks in use after the step. B's prompt",
+        "is computed once and its last row sampled twice; then B2 has its own copy of the block.",
+        "C waits for a place, and finds the block that A has filled with its first 8 tokens.",
     ]
     return "\n".join(lines)
 

@@ -10,10 +10,14 @@ The data      x (T, E)     T rows: prompt chunks and decodes of all requests, on
               weight (out, in) as stored;  pack(weight) -> Packed, opaque, made once
               qk (T, H + G, D)   a head's first and second half are the two rope coordinates:
                            | x0 x1 ... x(D/2-1) | y0 y1 ... y(D/2-1) |   pair i is (xi, yi)
+              pool (P, S, G, D)  keys (or values) of a layer in blocks of S tokens; a View says
+                           where each row goes, and where the context of each request lies
 
 Invariants    1. an operation's result for a row depends on that row alone, up to rounding
               2. norms and rotations are computed in float32 and returned in x's type
               3. a Packed weight is never written after it is made
+              4. attention reads what a request has written and nothing else: a place in the pool
+                 that is not its own may hold anything, NaN included
 
 Units         bytes, FLOPs (a multiply-add is two), seconds.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
@@ -110,6 +114,139 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up (T, 2 * F): (T, F), the gated MLP of Shazeer 2020."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, causal: bool = True) -> Tensor:
+    """One request's attention in plain PyTorch: q (n, H, D), keys, values (N, G, D).
+
+    The n rows are the last n of the N positions. Query heads that share a key/value head are
+    neighbours (Ainslie et al. 2023); for a single row they become the rows of one product,
+    so that shared keys are read once.
+    """
+    n, heads, dim = q.shape
+    length, shared, _ = keys.shape
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, N, D)
+    if n == 1:
+        q = q.view(1, shared, heads // shared, dim)
+        return F.scaled_dot_product_attention(q, keys, values).view(1, heads, dim)
+    mask = None
+    if causal and length > n:  # a chunk: PyTorch's is_causal would align it to position 0
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],  # (1, H, n, D)
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal and length == n,
+        enable_gqa=heads != shared,
+    )
+    return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that one call computes: one of any number of rows, or several of one row each.
+
+    rows: which rows of q. places: where the tokens they attend to lie in the pool, request by
+    request; a shorter request is padded with its own first token, which the mask hides.
+    """
+
+    rows: slice | Tensor
+    places: slice | Tensor
+    mask: Tensor | None = None  # (b, 1, 1, N): 0, or -inf where a request is padded
+
+
+@dataclass(frozen=True)
+class View:
+    """What a step's rows are to one cache group: made once a step, used by all its layers."""
+
+    slots: Tensor  # (T,) int64, where each row's key and value go: block * S + offset
+    parts: list[Part]
+
+
+def view(slots: Tensor, tables: list[list[int]], spans, block_size: int, dtype) -> View:
+    """The View of requests with block tables, and spans [(row, n, length)]: n rows from `row`
+    on, `length` tokens once they are stored.
+
+    Requests of one row go together, sorted by length: the longest of a part has at most half
+    as many blocks again as the shortest, and four more. A part is one copy of its keys and
+    values, and one product, whatever the number of its requests (8 parts do for 16 to 8,192).
+    """
+    parts, single = [], []
+    for table, (row, n, length) in zip(tables, spans):
+        if n == 1:
+            single.append((length, row, table))
+        else:
+            places = _places(table, length, block_size, slots.device)
+            parts.append(Part(slice(row, row + n), places))
+    single.sort(key=lambda entry: entry[0])
+    while single:
+        most = 1.5 * -(-single[0][0] // block_size) + 4
+        count = sum(-(-length // block_size) <= most for length, _, _ in single)
+        parts.append(_part(single[:count], block_size, dtype, slots.device))
+        single = single[count:]
+    return View(slots, parts)
+
+
+def _places(table: list[int], length: int, block_size: int, device) -> slice | Tensor:
+    """Places of a request's tokens; blocks that follow each other are a slice: no copy."""
+    table = table[: -(-length // block_size)]
+    if table == list(range(table[0], table[0] + len(table))):
+        return slice(table[0] * block_size, table[0] * block_size + length)
+    blocks = torch.tensor(table, device=device)[:, None] * block_size
+    return (blocks + torch.arange(block_size, device=device)).flatten()[:length]
+
+
+def _part(single: list[tuple[int, int, list[int]]], block_size: int, dtype, device) -> Part:
+    """One Part of requests [(length, row, table)] of one row each, the longest last."""
+    if len(single) == 1:
+        length, row, table = single[0]
+        return Part(slice(row, row + 1), _places(table, length, block_size, device))
+    lengths = torch.tensor([length for length, _, _ in single], device=device)[:, None]
+    rows = torch.tensor([row for _, row, _ in single], device=device)
+    blocks = -(-single[-1][0] // block_size)
+    padded = [table[:blocks] + [0] * (blocks - len(table)) for _, _, table in single]
+    places = torch.tensor(padded, device=device)[:, :, None] * block_size
+    places = (places + torch.arange(block_size, device=device)).flatten(1)  # (b, N)
+    beyond = torch.arange(places.shape[1], device=device) >= lengths
+    places = torch.where(beyond, places[:, :1], places)
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill(beyond, -torch.inf)
+    return Part(rows, places.flatten(), mask[:, None, None])
+
+
+def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, view: View):
+    """Write a layer's keys and values of this step, k, v (T, G, D), into pools (P, S, G, D)."""
+    keys.view(-1, *k.shape[1:])[view.slots] = k
+    values.view(-1, *v.shape[1:])[view.slots] = v
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool = True) -> Tensor:
+    """Attention of mixed rows over a paged cache: q (T, H, D), pools (P, S, G, D) -> (T, H, D).
+
+    A row at position p of its request sees positions 0..p (Kwon et al. 2023 for the pages);
+    with causal=False every row sees all of its request.
+    """
+    heads, dim = q.shape[1:]
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # (P * S, G, D)
+    shared = keys.shape[1]
+    out = torch.empty_like(q)
+    for part in view.parts:
+        k, v = keys[part.places], values[part.places]
+        if part.mask is None:
+            out[part.rows] = attend(q[part.rows], k, v, causal)
+            continue
+        count = len(part.rows)
+        k, v = (x.view(count, -1, shared, dim).transpose(1, 2) for x in (k, v))  # (b, G, N, D)
+        grouped = q[part.rows].view(count, shared, heads // shared, dim)
+        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)
+        out[part.rows] = mixed.view(count, heads, dim)
+    return out
+
+
+# ---------------------------------------------------------------- sampling
 
 
 def allow(logits: Tensor, mask: Tensor) -> Tensor:

@@ -25,14 +25,15 @@ Article       "The KV Cache, Sized: What the Formula Says and What Your Engine G
 Try           python kv_cache.py                     bytes and FLOPs against length
               python kv_cache.py --model Qwen3-8B    another model of models.json
               python tests/mutations.py kv_cache.py   change it: known bugs, each with its test
-Imports       nothing of ours yet; kernels when caches call them.
+Imports       kernels (plain attention).
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+import kernels
 
 # ---------------------------------------------------------------- what each layer stores
 
@@ -139,6 +140,26 @@ class Segment:
     start: int
 
 
+def rows(plan) -> tuple[list[int], list[int], list[int], list[Segment]]:
+    """Lay a plan [(request, n)] out in rows: tokens, positions, sample rows, segments.
+
+    Of a request it needs slot, tokens, draft, computed, behind and samples. The rows a request
+    is sampled from are its last 1 + len(draft), if the step reaches them; the last one
+    `samples` times.
+    """
+    tokens, positions, sample_rows, segments = [], [], [], []
+    for request, n in plan:
+        start, row = request.computed, len(tokens)
+        known = request.tokens[start : start + n]
+        tokens += known + request.draft[: n - len(known)]
+        positions += range(start, start + n)
+        segments.append(Segment(request.slot, row, n, start))
+        if n == request.behind:
+            first = row + n - 1 - len(request.draft)
+            sample_rows += [*range(first, row + n), *[row + n - 1] * (request.samples - 1)]
+    return tokens, positions, sample_rows, segments
+
+
 class Step:
     """What the model sees of the cache in one forward pass.
 
@@ -172,35 +193,8 @@ class Step:
         outputs = []
         for s in self.segments:
             keys, values = buffer[:, s.slot, : s.start + s.n]  # (start + n, G, D)
-            outputs.append(attention(q[s.row : s.row + s.n], keys, values, causal))
+            outputs.append(kernels.attend(q[s.row : s.row + s.n], keys, values, causal))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def attention(q: Tensor, keys: Tensor, values: Tensor, causal: bool = True) -> Tensor:
-    """One request's attention in plain PyTorch: q (n, H, D), keys, values (N, G, D).
-
-    The n rows are the last n of the N positions. Query heads that share a key/value head are
-    neighbours (Ainslie et al. 2023); for a single row they become the rows of one product,
-    so that shared keys are read once.
-    """
-    n, heads, dim = q.shape
-    length, shared, _ = keys.shape
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, N, D)
-    if n == 1:
-        q = q.view(1, shared, heads // shared, dim)
-        return F.scaled_dot_product_attention(q, keys, values).view(1, heads, dim)
-    mask = None
-    if causal and length > n:  # a chunk: PyTorch's is_causal would align it to position 0
-        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],  # (1, H, n, D)
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=causal and length == n,
-        enable_gqa=heads != shared,
-    )
-    return out[0].transpose(0, 1)
 
 
 class ContiguousCache:
@@ -224,31 +218,19 @@ class ContiguousCache:
         self.nbytes = sum(b.numel() * b.element_size() for b in self.buffers)
 
     def prepare(self, plan) -> Step:
-        """Lay a plan [(request, n)] out in rows. Of a request it needs slot, tokens, draft,
-        computed, behind and samples.
-
-        The rows a request is sampled from are its last 1 + len(draft), if the step reaches
-        them; the last one `samples` times.
-        """
-        tokens, positions, sample_rows, segments = [], [], [], []
-        for request, n in plan:
-            start, row = request.computed, len(tokens)
-            assert start + n <= self.max_len, f"{start + n} tokens in a slot of {self.max_len}"
-            known = request.tokens[start : start + n]
-            tokens += known + request.draft[: n - len(known)]
-            positions += range(start, start + n)
-            segments.append(Segment(request.slot, row, n, start))
-            if n == request.behind:
-                first = row + n - 1 - len(request.draft)
-                sample_rows += [*range(first, row + n), *[row + n - 1] * (request.samples - 1)]
+        """Lay a plan [(request, n)] out in rows."""
+        tokens, positions, sample_rows, segments = rows(plan)
+        for s in segments:
+            end = s.start + s.n
+            assert end <= self.max_len, f"{end} tokens in a slot of {self.max_len}"
         lists = (tokens, positions, sample_rows)
         tensors = [torch.tensor(x, dtype=torch.int64).to(self.device) for x in lists]
         return Step(self, *tensors, segments)
 
-    def copy(self, source: int, target: int, length: int):
-        """Give slot `target` the first `length` positions of slot `source`: a fork."""
+    def copy(self, parent, child, length: int):
+        """Give the child's slot the first `length` positions of its parent's: a fork."""
         for buffer in self.buffers:
-            buffer[:, target, :length] = buffer[:, source, :length]
+            buffer[:, child.slot, :length] = buffer[:, parent.slot, :length]
 
     def commit(self, step: Step, kept):
         """Nothing to do: rejected rows lie beyond `computed`, and length decides."""
@@ -258,10 +240,13 @@ class Slots:
     """The manager of a contiguous cache: integers only. A slot is held or it is free."""
 
     def __init__(self, slots: int):
+        self.total = slots
         self.free = list(range(slots))[::-1]
-        self.holders: dict[int, object] = {}  # slot -> request
 
-    def match(self, tokens: list[int]) -> tuple[list[list[int]], int]:
+    def door(self, request):
+        """Every request has room: its slot is as long as any may be."""
+
+    def match(self, tokens: list[int], salt: str | None) -> tuple[list[list[int]], int]:
         """A contiguous cache reuses nothing: no tables, 0 tokens computed."""
         return [], 0
 
@@ -273,9 +258,7 @@ class Slots:
         if request.slot is None:
             if not self.free:
                 return False
-            request.slot = self.free[-1]
-            self.holders[request.slot] = request
-            self.free.pop()
+            request.slot = self.free.pop()
         return True
 
     def fork(self, parent, child):
@@ -288,16 +271,18 @@ class Slots:
     def release(self, request):
         """Give the request's slot back, if it has one."""
         if request.slot is not None:
-            self.holders.pop(request.slot, None)
-            if request.slot not in self.free:  # interrupted while it grew
-                self.free.append(request.slot)
+            self.free.append(request.slot)
             request.slot = None
 
-    def check(self, total: int):
-        """Invariant 3: every slot is free or held, by the request that names it."""
-        assert sorted([*self.free, *self.holders]) == list(range(total)), "a slot was lost"
-        for slot, request in self.holders.items():
-            assert request.slot == slot, f"slot {slot} is held by a request in {request.slot}"
+    def repair(self, running):
+        """After an interruption between two lines: what no running request names is free."""
+        held = {request.slot for request in running}
+        self.free = [slot for slot in range(self.total)[::-1] if slot not in held]
+
+    def check(self, running):
+        """Invariant 3: every slot is free, or named by one running request."""
+        held = [request.slot for request in running if request.slot is not None]
+        assert sorted([*self.free, *held]) == list(range(self.total)), "3: a slot was lost"
 
 
 # ---------------------------------------------------------------- the experiment

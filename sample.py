@@ -60,6 +60,8 @@ class SamplingParams:
     stop: str | list[str] | tuple[str, ...] = ()
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0  # smaller goes first, under the policy "priority"
+    cache_salt: str | None = None  # a cached prefix is shared within one salt only
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -83,6 +85,10 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r}: each must be an integer")
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
+        if self.cache_salt is not None and (
+            type(self.cache_salt) is not str or not self.cache_salt
+        ):
+            raise ValueError(f"cache_salt {self.cache_salt!r} is not a text, or is empty")
         for i, bias in (self.logit_bias or {}).items():
             number = type(bias) in (int, float) and abs(bias) <= 1e30
             if type(i) is not int or i < 0 or not number:
@@ -111,6 +117,7 @@ RANGES = (  # field, lowest, highest, whole numbers only
     ("logprobs", 0, 1000, True),
     ("n", 1, math.inf, True),
     ("seed", -math.inf, math.inf, True),
+    ("priority", -math.inf, math.inf, True),
 )
 
 

@@ -2,31 +2,39 @@
 
 The idea      There is no prefill phase and no decode phase. A request knows its tokens and how
               many of them have left their trace in the cache; a step lets it catch up. A new
-              request is many tokens behind, a decoding one is one behind. Here one request
-              runs after another; the n samples of a prompt run side by side, because their
-              prompt was computed once.
+              request is many tokens behind, a decoding one is one behind, and one forward pass
+              carries them all, up to a budget of tokens. A long prompt is cut into chunks, so
+              that those who decode need not wait for it; who finishes makes room at once for
+              the next. When the cache is full, the youngest request gives its blocks up and
+              computes them again later: its tokens stay, and nobody sees a difference.
 
 The data      tokens:   | prompt ............................. | generated ... |
               Request:  |<- computed ->|<- this step: n ->|     (not yet seen)
                          KV is in cache    goes through the model now
-              waiting (deque, in order of arrival) --admit--> running --finish--> released
-              request, samples = 3:   prompt ......... last row --fork--> 3 requests, 3 slots
+              waiting --admit--> running --finish--> released
+                 ^--------preempt-------'      both lists by (priority, arrival)
+              a step of budget 8:   A d   B d   C d   D 5 prompt tokens of 14   = 8 rows
+              request, samples = 3:   prompt ......... last row --fork--> 3 requests
 
-Invariants    1. running + waiting is in order of arrival: nobody overtakes
+Invariants    1. within a priority nobody overtakes: who waits came after all who run
               2. waiting: nothing held in the cache, computed == 0
               3. running: 0 <= computed < len(tokens), and the manager holds computed tokens
               4. tokens planned in a step <= budget; every step plans at least one (see `plan`)
               5. running requests, counting samples not yet forked, <= max_running
+              6. the first in order always runs: it may take the blocks of all others, and what
+                 could not run alone was refused by `add`; so every request ends
 
 Units         tokens, computed, n, budget: tokens. Stamps: seconds of time.perf_counter().
-Article       "Continuous Batching, Animated: How a Server Keeps the GPU Busy"
-Try           python scheduler.py                one prompt after another, chunk by chunk
-              python scheduler.py --samples 3    a prompt computed once and sampled three times
+Articles      "Continuous Batching, Animated: How a Server Keeps the GPU Busy" and
+              "Chunked Prefill: Trading First-Token Time for Smooth Streaming"
+Try           python scheduler.py                requests x steps, chunks beside decodes
+              python scheduler.py --static       a batch must end before the next begins
+              python scheduler.py --budget 15    fewer, longer steps
               python tests/mutations.py scheduler.py   change it: known bugs, each with its test
 Imports       nothing of ours, and not torch: a plan is arithmetic on integers.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
 
@@ -46,10 +54,16 @@ class Request:
     seed: int = 0
     samples: int = 1
     index: int = 0  # which sample of its prompt
+    priority: int = 0  # smaller goes first
+    salt: str | None = None  # only requests of the same salt share a cached prefix
+    most: int = 0  # tokens it may come to have in the cache
     draft: list[int] = field(default_factory=list)
     computed: int = 0
     slot: int | None = None  # place of its state in the cache
     tables: list[list[int]] = field(default_factory=list)  # a block table for each cache group
+    reused: int = 0  # prompt tokens that were in the cache when it first ran
+    preempted: int = 0  # how often it gave its blocks up
+    waits: dict[str, int] = field(default_factory=dict)  # why it was not admitted -> steps
     finish_reason: str | None = None
     stream: object = None  # what makes its ids text; opaque here, as params
     stamps: dict[str, float] = field(default_factory=dict)  # stage -> when it ended
@@ -57,6 +71,7 @@ class Request:
 
     def __post_init__(self):
         self.prompt_tokens = len(self.tokens)
+        self.most = max(self.most, self.prompt_tokens)
         self.family = [self]  # all samples of this prompt so far, shared by them
 
     @property
@@ -82,22 +97,38 @@ class Request:
 class Scheduler:
     """Plans steps over a manager of cache room.
 
-    The manager (slots of a contiguous cache, or blocks) answers `match(tokens) -> (tables,
-    computed)`, `grow(request, n) -> bool`, `limit(request, n) -> n`, `fork(parent, child)`,
-    `commit(request)` and `release(request)`.
+    The manager (slots of a contiguous cache, or blocks) answers `door(request)` (ValueError if
+    it can never run), `match(tokens, salt) -> (tables, computed)`, `grow(request, n) -> bool`,
+    `limit(request, n) -> n`, `fork(parent, child)`, `commit(request)`, `release(request)`,
+    `repair(running)`.
+
+    policy  "fcfs": in order of arrival; "priority": the smaller `Request.priority` first
+    static  admit nobody before the whole batch has ended, as servers did before Orca (Yu 2022)
     """
 
-    def __init__(self, manager, budget: int, max_running: int):
+    def __init__(self, manager, budget: int, max_running: int, policy="fcfs", static=False):
         if budget < 1 or max_running < 1:
             raise ValueError(f"budget {budget} and max_running {max_running} must be at least 1")
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy {policy!r} is neither fcfs nor priority")
         self.manager = manager
         self.budget = budget
         self.max_running = max_running
-        self.waiting: deque[Request] = deque()
+        self.policy = policy
+        self.static = static
+        self.batch = 0  # static: how many more this batch takes in
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.preempted: list[Request] = []  # by the last plan
+        self.blocked: str | None = None  # why the first of the queue was not admitted by it
+
+    def order(self, request: Request) -> tuple[int, int, int]:
+        """Who goes first: both lists are sorted by it."""
+        priority = request.priority if self.policy == "priority" else 0
+        return priority, request.id, request.index
 
     def add(self, request: Request):
-        """Queue a request. ValueError: empty prompt, or more samples than can run at once."""
+        """Queue a request. ValueError: an empty prompt, or one that could never run."""
         if not request.tokens:
             raise ValueError("the prompt has no tokens; at least 1 is needed")
         if request.samples > self.max_running:
@@ -105,32 +136,89 @@ class Scheduler:
                 f"n = {request.samples} samples need as many running requests,"
                 f" and max_running is {self.max_running}"
             )
-        self.waiting.append(request)
+        self.manager.door(request)
+        insort(self.waiting, request, key=self.order)
 
     def plan(self) -> list[tuple[Request, int]]:
         """Choose this step's work: [(request, n)], n tokens of tokens[computed:] + draft.
 
-        Example: budget 8, one waiting prompt of 10 tokens: [(A, 8)], then [(A, 2)] whose last
-        row is sampled, then [(A, 1)] a step.
+        Running requests first, then waiting ones; nobody is admitted in a step that had to
+        preempt. A chunk leaves a token of the budget to everyone who runs after it.
+
+        Example: budget 8, A decodes, a prompt B of 14 tokens waits: [(A, 1), (B, 7)], the same
+        again, then [(A, 1), (B, 1)] a step.
         """
-        if not self.running and self.waiting:
-            self._admit(self.waiting[0])
-            self.waiting.popleft()
-        plan = []
-        room = self.budget
-        for request in self.running:
-            n = self.manager.limit(request, min(request.behind, room))
+        self.preempted, self.blocked = [], None
+        plan, room = [], self.budget
+        while len(plan) < len(self.running) and room > 0:
+            request = self.running[len(plan)]
+            later = len(self.running) - len(plan) - 1
+            n = self.manager.limit(request, min(request.behind, max(1, room - later)))
             # A draft is cut to what fits: the step that has one verifies all of it.
             request.draft = request.draft[: max(n - request.missing, 0)]
-            if n > 0 and self.manager.grow(request, n):
+            if self._grow(request, n):
                 plan.append((request, n))
                 room -= n
-        assert plan or not self.running, "4: a step with running requests must plan something"
+        if not self.preempted:
+            self._admit(plan, room)
+        assert plan or not self.busy, "4: a step with requests must plan something"
         return plan
 
-    def _admit(self, request: Request):
-        request.tables, request.computed = self.manager.match(request.tokens)
-        self.running.append(request)
+    def _grow(self, request: Request, n: int) -> bool:
+        """Room for n more tokens, taken from the last in order; False: that was the request."""
+        while not self.manager.grow(request, n):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request):
+        """Give all room up and wait; the tokens stay, and will be computed again."""
+        self.manager.release(request)
+        request.computed, request.draft = 0, []
+        request.preempted += 1
+        self.preempted.append(request)
+        self.batch += request.samples
+        insort(self.waiting, request, key=self.order)
+        self.running.remove(request)
+
+    def _admit(self, plan: list[tuple[Request, int]], room: int):
+        """Let waiting requests run, in order, until the first that cannot."""
+        count = sum(request.samples for request in self.running)
+        if not self.running:
+            self.batch = min(self.max_running, sum(r.samples for r in self.waiting))
+        while self.waiting:
+            request = self.waiting[0]
+            self.blocked = self._obstacle(request, room, count)
+            if self.blocked is not None:
+                request.waits[self.blocked] = request.waits.get(self.blocked, 0) + 1
+                return
+            n = self.manager.limit(request, min(request.behind, room))
+            plan.append((request, n))
+            room -= n
+            count += request.samples
+            self.batch -= request.samples
+
+    def _obstacle(self, request: Request, room: int, count: int) -> str | None:
+        """What keeps the first of the queue from running; None: nothing, it runs now."""
+        if self.static and self.batch < request.samples:
+            return "batch"
+        if count + request.samples > self.max_running:
+            return "running limit"
+        if room == 0:
+            return "budget"
+        request.tables, request.computed = self.manager.match(request.tokens, request.salt)
+        # Blocks for all that it has to compute, or it would be the next to be preempted.
+        if not self.manager.grow(request, request.behind):
+            self.manager.release(request)
+            request.computed = 0
+            return "blocks"
+        if not request.preempted:
+            request.reused = request.computed
+        insort(self.running, request, key=self.order)
+        self.waiting.pop(0)
+        return None
 
     def fork(self, request: Request, index: int) -> Request:
         """Make sample `index` of a request whose prompt this step completes.
@@ -141,12 +229,13 @@ class Scheduler:
         assert request.samples > 1, f"request {request.id} has one sample, nothing to fork"
         child = Request(request.id, list(request.tokens), request.params, request.seed)
         child.index, child.family = index, request.family
-        child.family.append(child)
-        child.prompt_tokens = request.prompt_tokens
+        child.priority, child.salt, child.most = request.priority, request.salt, request.most
+        child.prompt_tokens, child.reused = request.prompt_tokens, request.reused
         child.computed = request.computed
         child.stamps = dict(request.stamps)
+        child.family.append(child)
         self.manager.fork(request, child)
-        self.running.append(child)
+        insort(self.running, child, key=self.order)
         request.samples -= 1
         return child
 
@@ -158,12 +247,15 @@ class Scheduler:
         """
         assert len(plan) == len(kept), f"{len(plan)} planned, {len(kept)} results"
         for (request, n), (ids, finish) in zip(plan, kept):
-            if request not in self.running:
+            if request.finish_reason is not None:
                 continue  # aborted while the step ran: its room is free already
             request.computed += n - len(request.draft) + max(len(ids) - 1, 0)
             request.draft = []
-            self.manager.commit(request)
-            self.extend(request, ids, finish)
+            request.tokens += ids
+            if finish != "error":  # what failed is not for others to find
+                self.manager.commit(request)
+            if finish is not None:
+                self._leave(request, finish)
 
     def extend(self, request: Request, ids: list[int], finish: str | None = None):
         """Append committed ids that need no sampling, and let the request go if it finished."""
@@ -173,20 +265,24 @@ class Scheduler:
 
     def abort(self, request: Request, reason: str = "abort"):
         """End a request wherever it is; its room is free at once. Ended already: no effect."""
-        if request.finish_reason is not None:
-            return
-        waits = request in self.waiting
-        if waits:
-            self.waiting.remove(request)
-        if not waits or request in self.running:  # in both: interrupted while it was admitted
+        if request.finish_reason is None:
             self._leave(request, reason)
-        request.finish_reason = reason
 
     def _leave(self, request: Request, reason: str):
         self.manager.release(request)
-        if request in self.running:
-            self.running.remove(request)
+        members = self.running if request in self.running else self.waiting
+        members.remove(request)
         request.finish_reason = reason
+
+    def repair(self):
+        """Make a whole of what an interruption between two lines left: who runs does not wait,
+        who waits holds nothing, and the manager's books follow from the tables of who runs."""
+        self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None]
+        kept = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]
+        self.waiting = [r for r in kept if r not in self.running]
+        for request in self.waiting:
+            request.computed, request.slot, request.tables, request.draft = 0, None, [], []
+        self.manager.repair(self.running)
 
     @property
     def busy(self) -> bool:
@@ -200,8 +296,13 @@ class Scheduler:
         for request in self.running:
             known = len(request.tokens)
             assert 0 <= request.computed < known, f"3: {request.computed} computed of {known}"
-        order = [request.id for request in [*self.running, *self.waiting]]
-        assert order == sorted(order), f"1: out of order: {order}"
+        for members in (self.running, self.waiting):
+            orders = [self.order(request) for request in members]
+            assert orders == sorted(set(orders)), f"1: out of order: {orders}"
+        last = {self.order(request)[0]: self.order(request) for request in self.running}
+        for request in self.waiting:
+            order = self.order(request)
+            assert last.get(order[0], order) <= order, f"1: {last[order[0]]} overtook {order}"
         samples = sum(request.samples for request in self.running)
         assert samples <= self.max_running, f"5: {samples} running, limit {self.max_running}"
 
@@ -210,85 +311,119 @@ class Scheduler:
 
 
 class Counting:
-    """A manager that only counts the tokens it holds: all that a picture needs."""
+    """A manager that counts blocks of 4 tokens."""
 
-    def __init__(self):
-        self.held = {}  # (request id, sample) -> tokens
+    def __init__(self, blocks: int):
+        self.free = blocks
+        self.held: dict[Request, int] = {}
 
-    def match(self, tokens):
+    def door(self, request):
+        """Whatever is drawn here fits."""
+
+    def match(self, tokens, salt):
         return [], 0
 
     def limit(self, request, n):
         return n
 
     def grow(self, request, n):
-        self.held[request.id, request.index] = request.computed + n
+        held = self.held.get(request, 0)
+        more = max(-(-(request.computed + n) // 4) - held, 0)
+        if more > self.free:
+            return False
+        self.held[request] = held + more
+        self.free -= more
         return True
-
-    def fork(self, parent, child):
-        self.held[child.id, child.index] = self.held[parent.id, parent.index]
 
     def commit(self, request):
         pass
 
     def release(self, request):
-        self.held.pop((request.id, request.index), None)
+        self.free += self.held.pop(request, 0)
 
 
-def picture(prompts: list[int], outputs: int, budget: int, samples: int) -> str:
-    """Requests x steps: a digit is a prompt chunk's tokens, d a decode, f a fork, . waiting."""
-    manager = Counting()
-    scheduler = Scheduler(manager, budget, max_running=max(samples, 4))
-    for i, length in enumerate(prompts):
-        scheduler.add(Request(i, list(range(length)), samples=samples if i == 1 else 1))
-    rows: dict[str, str] = {}  # name -> what it did in each step
-    tokens, cached = [], []  # of each step
+WORK = (  # arrives in step, prompt tokens, output tokens
+    (0, 6, 14),
+    (0, 14, 6),
+    (0, 3, 22),
+    (2, 17, 5),
+    (3, 5, 9),
+    (5, 8, 6),
+    (6, 4, 12),
+)
+
+
+def picture(budget: int, blocks: int, static: bool) -> str:
+    """Requests x steps: what each computed, and what the steps were made of."""
+    manager = Counting(blocks)
+    scheduler = Scheduler(manager, budget, max_running=4, static=static)
+    requests = [Request(i, list(range(work[1]))) for i, work in enumerate(WORK)]
+    rows = ["" for _ in WORK]
+    tokens, used, again, preempted = [], [], 0, 0
 
     def draw(request: Request, mark: str):
-        sampled = samples > 1 and request.id == 1  # the one with several samples: B1, B2, ...
-        name = "ABCDEFGH"[request.id] + (str(request.index + 1) if sampled else " ")
-        rows[name] = rows.get(name, "").ljust(len(tokens)) + mark
+        rows[request.id] = rows[request.id].ljust(len(tokens)) + mark
 
-    while scheduler.busy:
+    while scheduler.busy or len(tokens) <= WORK[-1][0]:
+        for request, (arrival, _, _) in zip(requests, WORK):
+            if arrival == len(tokens):
+                scheduler.add(request)
+        reach = {request: request.computed for request in scheduler.running}
         plan = scheduler.plan()
         for request in scheduler.waiting:
-            draw(request, ".")
-        whole, kept = [], []
+            draw(request, "x" if request in scheduler.preempted else ".")
+        again += sum(reach[request] for request in scheduler.preempted)
+        preempted += len(scheduler.preempted)
+        kept = []
         for request, n in plan:
             last = n == request.behind
-            forks = range(1, request.samples) if last else ()
-            family = [request, *(scheduler.fork(request, i) for i in forks)]
-            ends = last and len(request.output) + 1 == outputs
-            for one in family:
-                draw(one, "f" if one is not request else "d" if request.output else f"{n:x}")
-                whole.append((one, n))
-                kept.append(([0] * last, "length" if ends else None))
+            decode = n == 1 and request.computed >= request.prompt_tokens
+            draw(request, "d" if decode else DIGITS[n])
+            ends = last and len(request.output) + 1 == WORK[request.id][2]
+            kept.append(([0] * last, "length" if ends else None))
         tokens.append(sum(n for _, n in plan))
-        cached.append(sum(manager.held.values()))
-        scheduler.commit(whole, kept)
+        used.append(sum(manager.held.values()))
+        scheduler.commit(plan, kept)
         scheduler.check()
     steps = len(tokens)
-    lines = [f"budget {budget} tokens a step, {outputs} tokens generated a request", ""]
-    lines.append("step    " + "".join(str(i % 10) for i in range(steps)))
-    lines += [f"  {name}    {row}" for name, row in sorted(rows.items())]
-    lines.append("tokens  " + "".join(f"{n:x}" for n in tokens))
+    lines = [
+        f"{'static' if static else 'continuous'} batching: at most {budget} tokens a step,"
+        f" 4 requests, {blocks} blocks of 4 tokens",
+        "",
+        "step      " + "".join(str(i % 10) for i in range(steps)),
+    ]
+    for request, (_, prompt, output) in zip(requests, WORK):
+        name = "ABCDEFGHIJ"[request.id]
+        lines.append(f"{name} {prompt:>2}+{output:<3}  {rows[request.id]}")
+    lines.append("tokens    " + "".join(DIGITS[n] for n in tokens))
+    lines.append("blocks    " + "".join(DIGITS[n] for n in used))
     lines.append("")
     lines.append(
-        f"{steps} steps, {sum(tokens)} tokens computed, {max(cached)} in the cache at most,"
-        f" {sum(n == 1 for n in tokens)} steps with a single row"
+        f"{steps} steps for {sum(tokens)} tokens: {sum(tokens) / steps:.1f} a step;"
+        f" {preempted} preemptions, {again} tokens computed again"
     )
-    lines.append("digit (hex): prompt tokens   d: decode   f: fork   .: waiting for its turn")
-    lines.append(f"A prompt's last chunk yields the first token, {outputs - 1} decodes the others.")
+    reasons: dict[str, int] = {}
+    for request in requests:
+        for reason, count in request.waits.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    waits = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    lines.append(f"the first of the queue waited for: {waits or 'nothing'} (steps)")
+    lines.append("A 6+14: prompt and output tokens   digit: prompt tokens, A to Z from 10 on")
+    lines.append("d: decode   .: waits   x: preempted, its tokens will be computed again")
     return "\n".join(lines)
+
+
+DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="Draw which tokens go into which step.")
-    parser.add_argument("--budget", type=int, default=8, help="tokens a step, 1 to 15 (default 8)")
-    parser.add_argument("--samples", type=int, default=1, help="of prompt B, 1 to 8 (default 1)")
+    parser.add_argument("--budget", type=int, default=8, help="tokens a step, 1 to 35 (default 8)")
+    parser.add_argument("--blocks", type=int, default=14, help="in the cache, 8 to 35 (default 14)")
+    parser.add_argument("--static", action="store_true", help="a batch ends before the next")
     args = parser.parse_args()
-    if not 1 <= args.budget <= 15 or not 1 <= args.samples <= 8:
-        parser.error("--budget is from 1 to 15 and --samples from 1 to 8")
-    print(picture([6, 14, 3], 6, args.budget, args.samples))
+    if not 1 <= args.budget <= 35 or not 8 <= args.blocks <= 35:
+        parser.error("--budget is from 1 to 35 and --blocks from 8 to 35")
+    print(picture(args.budget, args.blocks, args.static))

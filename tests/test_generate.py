@@ -69,6 +69,7 @@ def checkpoint():
 
 def build(**settings) -> Engine:
     defaults = {"device": "cpu", "dtype": "float32", "max_len": 64, "max_running": 4}
+    defaults["kv_memory"] = 2**20
     return Engine(checkpoint(), **defaults | settings)
 
 
@@ -77,11 +78,10 @@ def greedy(tokens=8, **settings) -> SamplingParams:
 
 
 def check_idle(engine: Engine):
-    """Nothing waits, nothing runs, every slot is free, nothing is doomed."""
+    """Nothing waits, nothing runs, every block is free or cached, nothing is doomed."""
     engine.check()
     assert not engine.scheduler.busy
-    assert not engine.manager.holders
-    assert len(engine.manager.free) == engine.max_running
+    assert engine.manager.held == 0
     assert not engine.doomed
 
 
@@ -138,6 +138,18 @@ def failing(engine: Engine, number: int, error: BaseException):
             raise error
 
     engine.model = Around(engine.model, before)
+
+
+def failing_for(engine: Engine, number: int, length: int, error: Exception):
+    """Make every forward pass raise that has request `number` in it with `length` tokens known."""
+    prepare = engine.cache.prepare
+
+    def refuse(plan):
+        if any(request.id == number and len(request.tokens) >= length for request, _ in plan):
+            raise error
+        return prepare(plan)
+
+    engine.cache.prepare = refuse
 
 
 # ---------------------------------------------------------------- the stream, by hand
@@ -466,7 +478,8 @@ def test_usage_counts_tokens_and_cache_bytes():
     (output,) = engine.generate("hello", greedy(6))
     each = kv_cache.bytes_per_token(engine.config.specs, 4)
     assert output.usage == {
-        "prompt_tokens": 5, "output_tokens": 6, "cache_bytes": (5 + 6 - 1) * each
+        "prompt_tokens": 5, "output_tokens": 6, "cached_tokens": 0, "preemptions": 0,
+        "cache_bytes": (5 + 6 - 1) * each,
     }  # fmt: skip
 
 
@@ -525,13 +538,14 @@ def test_a_sample_ends_at_max_len():
 def test_max_len_is_lowered_to_what_memory_holds_and_said():
     each = kv_cache.bytes_per_token(checkpoint().config.specs, 4)
     said = []
-    engine = build(max_len=None, max_running=2, kv_memory=2 * each * 40, say=said.append)
-    assert engine.max_len == 40 and len(said) == 1
-    assert "40" in said[0] and "256" in said[0] and "kv_memory" in said[0]
-    assert engine.cache.nbytes <= 2 * each * 40
+    engine = build(max_len=None, kv_memory=4 * each * 16, say=said.append)
+    assert engine.max_len == 48 and len(said) == 2  # block 0 is not handed out
+    assert "3 blocks of 16" in said[0] and "(kv_memory)" in said[0]
+    assert "48" in said[1] and "256" in said[1]
+    assert engine.cache.nbytes <= 4 * each * 16
     said.clear()
     assert build(max_len=None, kv_memory=2**30, say=said.append).max_len == 256
-    assert said == []
+    assert len(said) == 1 and "1 GiB" in said[0]
 
 
 # ---------------------------------------------------------------- against the reference
@@ -742,9 +756,8 @@ def test_abort_after_any_step(at):
     engine.check()
     ended = "length" if at >= 6 else "abort"
     assert {sampled.finish_reason for sampled in request.family} == {ended}
-    assert all(sampled.slot is None for sampled in request.family)
-    held = 1 if follower in engine.scheduler.running else 0
-    assert len(engine.manager.holders) == held
+    assert not any(sampled.tables for sampled in request.family)
+    assert engine.manager.held == (1 if follower in engine.scheduler.running else 0)
     engine.abort(request)  # again: no effect
     run(engine)
     assert follower.output == reference(engine, b"next", greedy(3))
@@ -753,9 +766,10 @@ def test_abort_after_any_step(at):
 
 def test_abort_of_a_waiting_request_and_of_one_sample():
     engine = build()
-    first = engine.add("first", SamplingParams(max_tokens=5, n=2, ignore_eos=True))
+    first = engine.add("first", SamplingParams(max_tokens=5, n=4, ignore_eos=True))
     second = engine.add("second", greedy(3))
     engine.step()
+    assert second.waits == {"running limit": 1}
     engine.abort(second)
     assert second.finish_reason == "abort" and second.output == []
     engine.abort(first.family[1])  # a sample stands for its family
@@ -824,11 +838,21 @@ def test_astream_left_early_frees_its_slot():
 
 def test_a_failed_step_is_that_requests_error():
     engine = build(budget=3)
-    failing(engine, 3, RuntimeError("no memory\nand a long trace"))
+    failing_for(engine, 0, 7, RuntimeError("no memory\nand a long trace"))
     outputs = engine.generate(["hello", "other"], [greedy(5), greedy(4)])
     assert (outputs[0].finish_reason, outputs[0].stop_reason) == ("error", "no memory")
-    assert outputs[0].token_ids == reference(engine, b"hello", greedy(5))[:1]
+    assert outputs[0].token_ids == reference(engine, b"hello", greedy(5))[:2]
     assert outputs[1].token_ids == reference(engine, b"other", greedy(4))
+    check_idle(engine)
+
+
+def test_a_step_that_fails_once_is_tried_again_request_by_request():
+    engine = build()
+    failing(engine, 2, RuntimeError("no memory for so many"))
+    outputs = engine.generate(["hello", "other"], [greedy(5), greedy(4, n=2)])
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    assert outputs[0].token_ids == reference(engine, b"hello", greedy(5))
+    assert outputs[2].token_ids == reference(engine, b"other", greedy(4))
     check_idle(engine)
 
 
@@ -844,12 +868,15 @@ def test_a_failed_step_reaches_the_stream():
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_failed_step_ends_all_samples(number):
+    """Before the fork (passes 1 and 2 are the prompt's chunks) and after it, in both halves."""
     engine = build(budget=3)
-    failing(engine, number, RuntimeError("device lost"))
+    engine.model = Around(engine.model, lambda now: raising(RuntimeError("lost"))() if now >= number
+                          else None)  # fmt: skip
     params = SamplingParams(max_tokens=5, n=3, ignore_eos=True)
     outputs = engine.generate("hello", params)
     assert {output.finish_reason for output in outputs} == {"error"}
     check_idle(engine)
+    engine.model = engine.model.inner
     assert len(engine.generate("hello", params)) == 3
 
 
@@ -867,7 +894,9 @@ def test_logits_that_are_not_finite_are_an_error(bad):
         def logits(self, hidden):
             logits = inner.logits(hidden)
             Broken.passes += 1
-            return logits if Broken.passes != 3 else torch.full_like(logits, bad)
+            if Broken.passes == 3:
+                logits[0] = bad
+            return logits
 
     Broken.passes, inner = 0, engine.model
     engine.model = Broken()
@@ -982,7 +1011,11 @@ def test_a_checkpoint_without_template_takes_no_messages():
         ({"max_len": 1}, "max_len 1.*256"),
         ({"max_len": 257}, "max_len 257.*256"),
         ({"kv_memory": 0}, "kv_memory 0"),
-        ({"kv_memory": 1000}, "kv_memory 1,000 bytes.*256 bytes.*4 requests"),
+        ({"kv_memory": 1000}, "kv_memory 1,000 bytes.*16 tokens, 4,096 bytes"),
+        ({"block_size": 24}, "block_size 24"),
+        ({"block_size": 4}, "block_size 4"),
+        ({"policy": "lifo"}, "policy 'lifo'"),
+        ({"max_running": 10**9}, "max_running 1000000000"),
         ({"budget": 0}, "budget 0"),
         ({"max_running": -1}, "-1"),
     ],
@@ -1090,7 +1123,7 @@ def test_quiet_prints_the_answer_only(cli):
 def test_json_is_one_object(cli):
     code, out, err = cli("--prompt", "hi", "--raw", "--json", "--logprobs", "2", *GREEDY)
     whole = json.loads(out)
-    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (code, err.count("\n"), out.count("\n")) == (0, 1, 1) and err.startswith("cache: ")
     assert set(whole) == {"text", "token_ids", "finish_reason", "stop_reason", "logprobs",
                           "usage", "timings", "load_s"}  # fmt: skip
     assert whole["text"] == answer("hi") and len(whole["token_ids"]) == 12
@@ -1185,8 +1218,8 @@ def test_a_failure_is_1_with_one_sentence(folder, capsys, arguments, words):
         assert code == 0
         return
     assert (code, out) == (1, "")
-    assert err.startswith("generate.py: ") and re.search(words, err)
-    assert err.count("\n") == 1 and "Traceback" not in err
+    lines = [line for line in err.splitlines() if not line.startswith("cache: ")]
+    assert len(lines) == 1 and lines[0].startswith("generate.py: ") and re.search(words, err)
 
 
 def test_a_failed_answer_is_1(cli, monkeypatch):
@@ -1558,7 +1591,7 @@ def test_a_device_that_torch_cannot_read_is_refused(cli):
 def test_a_step_that_fails_in_any_way_ends_its_own_requests_only():
     """An OverflowError (a penalty of 1e300) left its request in every later step, for ever."""
     engine = build()
-    failing(engine, 1, OverflowError("too large"))
+    failing_for(engine, 0, 0, OverflowError("too large"))
     outputs = engine.generate(["bad", "good"], greedy(3))
     assert [o.finish_reason for o in outputs] == ["error", "length"]
     assert outputs[0].stop_reason == "too large"
@@ -1605,7 +1638,8 @@ def raising(error: BaseException):
 
 
 @pytest.mark.parametrize(
-    "name", ["kv_memory", "max_len", "max_running", "budget", "seed", "threads"]
+    "name",
+    ["kv_memory", "block_size", "max_len", "max_running", "budget", "seed", "threads"],
 )
 def test_an_engine_refuses_what_is_no_integer(name):
     """They were TypeErrors, or came up much later."""

@@ -10,7 +10,8 @@ import torch
 
 import kv_cache
 import tiny
-from kv_cache import ContiguousCache, LayerSpec, Slots, attention, bytes_per_token, layers
+from kernels import attend
+from kv_cache import ContiguousCache, LayerSpec, Slots, bytes_per_token, layers
 
 torch.set_num_threads(1)
 MODELS = {
@@ -161,8 +162,8 @@ def test_the_last_row_of_a_prompt_is_sampled_as_often_as_it_has_samples():
 def test_attention_to_one_key_is_its_value_and_to_two_equal_keys_their_mean():
     key, values = torch.ones(1, 1, 2), torch.tensor([[[2.0, 0.0]], [[4.0, 8.0]]])
     q = torch.ones(1, 1, 2)
-    assert attention(q, key, values[:1]).tolist() == [[[2.0, 0.0]]]
-    assert attention(q, key.expand(2, 1, 2), values).tolist() == [[[3.0, 4.0]]]
+    assert attend(q, key, values[:1]).tolist() == [[[2.0, 0.0]]]
+    assert attend(q, key.expand(2, 1, 2), values).tolist() == [[[3.0, 4.0]]]
 
 
 def test_attention_scales_scores_by_the_root_of_the_head_size():
@@ -171,7 +172,7 @@ def test_attention_scales_scores_by_the_root_of_the_head_size():
     keys[1] = 2.0
     values = torch.tensor([0.0, 1.0])[:, None, None].expand(2, 1, 4)
     share = 1 / (1 + math.exp(-8))
-    assert close(attention(q, keys, values), torch.full((1, 1, 4), share), 1e-7)
+    assert close(attend(q, keys, values), torch.full((1, 1, 4), share), 1e-7)
 
 
 # ---------------------------------------------------------------- against the reference
@@ -183,7 +184,7 @@ def test_attention_equals_loops_in_float64(heads, shared, start, n):
     data = Sequences(1, start + n, heads, shared, seed=heads + start)
     for causal in (True, False):
         q, keys, values = data.q[0, start:], data.k[0], data.v[0]
-        found = attention(q, keys, values, causal)
+        found = attend(q, keys, values, causal)
         assert found.shape == (n, heads, 4)
         assert close(found, dense(q, keys, values, start, causal))
 
@@ -221,7 +222,7 @@ def test_bfloat16_attention_is_that_of_the_rounded_inputs():
     data = Sequences(1, 8, 4, 2)
     q, k, v = (x[0].bfloat16() for x in (data.q, data.k, data.v))
     for start in (0, 3, 7):
-        found = attention(q[start:], k, v)
+        found = attend(q[start:], k, v)
         assert found.dtype == torch.bfloat16
         assert close(found, dense(q[start:], k, v, start), 0.03)
 
@@ -230,7 +231,7 @@ def test_a_fork_copies_the_first_positions_of_every_layer_and_no_more():
     cache = cache_of(count=2, max_len=6)
     for buffer in cache.buffers:
         buffer[:, 0] = torch.randn(buffer[:, 0].shape)
-    cache.copy(0, 2, 4)
+    cache.copy(tiny.request([], 0), tiny.request([], 2), 4)
     for buffer in cache.buffers:
         assert torch.equal(buffer[:, 2, :4], buffer[:, 0, :4])
         assert buffer[:, 2, 4:].isnan().all() and buffer[:, 1].isnan().all()
@@ -240,7 +241,7 @@ def test_a_forked_slot_goes_on_as_the_original_would_have():
     data, cache = Sequences(2, 8, 4, 2), cache_of()
     data.k[1, :5], data.v[1, :5] = data.k[0, :5], data.v[0, :5]
     data.step(cache, [(0, 0, 0, 5)])
-    cache.copy(0, 1, 5)
+    cache.copy(tiny.request([], 0), tiny.request([], 1), 5)
     chunks = [(0, 0, 5, 3), (1, 1, 5, 3)]
     assert close(data.step(cache, chunks), data.expected(chunks))
 
@@ -332,18 +333,18 @@ def test_random_requests_hold_each_slot_at_most_once_and_give_all_back(seed):
             grown = slots.grow(request, 3)
             assert grown == (before is not None or len(held) < total)
             assert before is None or request.slot == before
-        slots.check(total)
+        slots.check(requests)
         taken = [r.slot for r in requests if r.slot is not None]
         assert len(set(taken)) == len(taken) == total - len(slots.free)
     for request in requests:
         slots.release(request)
-    slots.check(total)
+    slots.check(requests)
     assert sorted(slots.free) == list(range(total))
 
 
 def test_slots_reuse_nothing_and_set_no_limit():
     slots = Slots(1)
-    assert slots.match([1, 2, 3]) == ([], 0)
+    assert slots.match([1, 2, 3], None) == ([], 0)
     assert slots.limit(tiny.request([1]), 7) == 7
 
 
@@ -351,20 +352,28 @@ def test_check_sees_a_lost_a_doubled_and_a_foreign_slot():
     def held():
         slots, request = Slots(2), tiny.request([1], slot=None)
         slots.grow(request, 1)
+        slots.check([request])
         return slots, request
 
-    slots, _ = held()
+    for spoil in (
+        lambda slots, request: slots.free.clear(),
+        lambda slots, request: slots.free.append(request.slot),
+        lambda slots, request: setattr(request, "slot", 1 - request.slot),
+    ):
+        slots, request = held()
+        spoil(slots, request)
+        with pytest.raises(AssertionError, match="lost"):
+            slots.check([request])
+
+
+def test_repair_frees_what_no_running_request_names():
+    slots, requests = Slots(3), [tiny.request([1], slot=None) for _ in range(2)]
+    for request in requests:
+        slots.grow(request, 1)
     slots.free.clear()
-    with pytest.raises(AssertionError, match="lost"):
-        slots.check(2)
-    slots, request = held()
-    slots.free.append(request.slot)
-    with pytest.raises(AssertionError, match="lost"):
-        slots.check(2)
-    slots, request = held()
-    request.slot = 1 - request.slot
-    with pytest.raises(AssertionError, match="is held by a request in"):
-        slots.check(2)
+    slots.repair(requests[:1])
+    slots.check(requests[:1])
+    assert len(slots.free) == 2
 
 
 # ---------------------------------------------------------------- the door

@@ -21,7 +21,10 @@ RUNS = {  # copy -> command line
     "sample": ["sample.py"],
     "sample_cold": ["sample.py", "--temperature", "0.5"],
     "scheduler": ["scheduler.py"],
-    "scheduler_samples": ["scheduler.py", "--samples", "3"],
+    "scheduler_static": ["scheduler.py", "--static"],
+    "scheduler_budget": ["scheduler.py", "--budget", "15"],
+    "paged": ["paged.py"],
+    "paged_blocks": ["paged.py", "--block-size", "64"],
     "generate_demo": ["generate.py", "--demo"],
 }
 REFUSED = {  # command line -> words of the refusal
@@ -30,6 +33,7 @@ REFUSED = {  # command line -> words of the refusal
     ("model.py", "--experts", "1"): "--experts 1",
     ("sample.py", "--temperature", "0"): "--temperature 0",
     ("scheduler.py", "--budget", "0"): "--budget",
+    ("paged.py", "--block-size", "24"): "--block-size 24",
 }
 
 

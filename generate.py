@@ -50,6 +50,11 @@ from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 
+# PyTorch's CPU threads wait for each other in a loop. On a busy machine that takes the core the
+# other one needs, and a token takes 300 ms instead of 24; with a shorter loop 75. Read once, when
+# PyTorch is imported; it costs an idle machine nothing.
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+
 import jinja2
 import regex
 import tiktoken
@@ -102,6 +107,7 @@ class Counts:
 
     steps: int = 0
     rows: int = 0
+    prompt_tokens: int = 0  # computed, those after a preemption again
     output_tokens: int = 0
     admitted_tokens: int = 0  # of prompts that began to run
     reused_tokens: int = 0  # of these, found in the cache
@@ -112,11 +118,17 @@ class Counts:
     def add(self, record: StepRecord):
         self.steps += 1
         self.rows += record.rows
+        self.prompt_tokens += record.prompt_rows
         self.output_tokens += record.sampled
         self.preemptions += len(record.preempted)
         if record.prompt_rows >= max(32, 0.75 * record.rows):
             self.prompt_s += record.ended - record.began
             self.prompt_rows += record.rows
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the cache."""
+        return self.reused_tokens / self.admitted_tokens if self.admitted_tokens else 0.0
 
     def saved_s(self, tokens: int) -> float:
         """What computing so many prompt tokens would have taken, at the pace so far; 0 if no
@@ -234,12 +246,11 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> list[Event]:
         plan: list[tuple[Request, int]] = []
-        began = time.perf_counter()
         try:
             plan = self.scheduler.plan()
             if not plan:
                 return []
-            record = self._scheduled(plan, began)
+            record = self._scheduled(plan)
             events = self._run(plan)
         except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
             self._fail(plan, "interrupted")
@@ -349,7 +360,7 @@ class Engine:
         self.scheduler.abort(request, finish)
         return [self._event(request, [])]
 
-    def _scheduled(self, plan, began: float) -> "StepRecord":
+    def _scheduled(self, plan) -> "StepRecord":
         now = time.perf_counter()
         for request, _ in plan:
             if "scheduled" not in request.stamps:
@@ -357,7 +368,7 @@ class Engine:
                 self.counts.admitted_tokens += request.prompt_tokens
                 self.counts.reused_tokens += request.reused
         parts = [(request, request.computed, n) for request, n in plan]
-        return StepRecord(began, parts, list(self.scheduler.preempted))
+        return StepRecord(now, parts, list(self.scheduler.preempted))
 
     def _computed(self, plan):
         if self.device.type == "cuda":
@@ -594,6 +605,11 @@ class Engine:
             if not 0 <= i < self.config.vocab:
                 raise ValueError(f"prompt token {i} is not an id of 0 to {self.config.vocab - 1}")
 
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; nothing, for a special one."""
+        tokens = self.tokenizer.tokens if self.tokenizer is not None else []
+        return (tokens[token] if token < len(tokens) else None) or b""
+
     def name_of(self, reason: int | str) -> str:
         """A stop reason for people: the stop id's text, or the stop string."""
         if isinstance(reason, str):
@@ -758,6 +774,7 @@ def timings(request: Request) -> dict[str, float]:
         times["tpot_mean_s"] = sum(gaps) / len(gaps)
         times["tpot_p50_s"] = statistics.median(gaps)
         times["tpot_p99_s"] = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+        times["tpot_max_s"] = gaps[-1]
         times["decode_s"] = tokens[-1] - tokens[0]
         times["decode_tokens_per_s"] = len(gaps) / times["decode_s"]
     if "released" in s:
@@ -815,11 +832,18 @@ def summary(engine: Engine, output: Output) -> str:
             f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
             f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
         )
-    each = engine.bytes_per_token
+    each, size = engine.bytes_per_token, engine.manager.block_size
+    blocks = -(-usage["cache_bytes"] // (each * size))
     lines.append(
         f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({each:,} bytes a token)"
-        f" of {each * engine.max_len / 1e6:.0f} MB a request can have"
+        f" in {blocks:,} of {engine.manager.blocks:,} blocks of {size} tokens"
     )
+    if usage["cached_tokens"]:
+        saved = engine.counts.saved_s(usage["cached_tokens"])
+        lines.append(
+            f"found    {usage['cached_tokens']:,} prompt tokens in the cache"
+            + (f", which saved about {1e3 * saved:.0f} ms" if saved else "")
+        )
     if "tpot_mean_s" in t:
         length = usage["prompt_tokens"] + usage["output_tokens"] / 2
         read = engine.model.read_bytes + each * length
@@ -852,6 +876,9 @@ def trace(request: Request, load_s: float) -> str:
             f"{stage:<18}{1e3 * (at - start):>8.1f} ms{1e3 * (at - before):>8.1f} ms   {bar}"
         )
         before = at
+    if request.waits:
+        waits = ", ".join(f"{reason} {steps}" for reason, steps in sorted(request.waits.items()))
+        lines.append(f"steps it was first in the queue and waited, for: {waits}")
     return "\n".join(lines)
 
 
@@ -1607,6 +1634,382 @@ def _raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
+# ---------------------------------------------------------------- many prompts: a file of them
+
+
+@dataclass
+class Job:
+    """A line of a file of prompts."""
+
+    number: int
+    id: object  # what the line calls itself; its number, if it does not
+    kind: str  # "chat", "completion": OpenAI's batch format; "own": ours
+    prompt: object = None
+    fields: dict = dataclasses.field(default_factory=dict)  # of SamplingParams
+    template: dict = dataclasses.field(default_factory=dict)
+    arrival_s: float = 0.0
+    error: str | None = None
+
+
+URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
+
+
+def read_job(text: str, number: int, raw: bool = False, system: str | None = None) -> Job:
+    """A line: a prompt as it is, ours ({"prompt" | "messages", ...}) or OpenAI's batch format.
+
+    A line that cannot be read is a Job with an `error`; what only the engine can refuse is not.
+    """
+    job = Job(number, number, "own")
+    try:
+        if not text.startswith("{"):
+            plain = json.loads(text) if re.fullmatch(r'".*"', text) else text
+            job.prompt = plain if raw else _messages(system, plain)
+            return job
+        entry = json.loads(text)
+        batch = "custom_id" in entry or "url" in entry or "body" in entry
+        job.id = entry.pop("custom_id" if batch else "id", number)
+        job.kind = "chat" if batch else "own"
+        _read_batch(job, entry) if batch else _read_own(job, entry)
+    except json.JSONDecodeError as error:
+        job.error = f"not JSON: {error}"
+    except ValueError as error:
+        job.error = str(error)
+    return job
+
+
+def _read_own(job: Job, entry: dict):
+    _take_prompt(job, entry, [name for name in ("prompt", "messages") if name in entry])
+    job.template = _object(entry, "template")
+    job.arrival_s = entry.pop("arrival_s", 0)
+    if type(job.arrival_s) not in (int, float) or not 0 <= job.arrival_s <= 1e6:
+        raise ValueError(f"arrival_s {job.arrival_s!r} is not a number of seconds up to 1e6")
+    _take_fields(job, entry)
+
+
+def _read_batch(job: Job, entry: dict):
+    """OpenAI's batch format; of the body, vLLM's further fields too."""
+    method, url, body = (entry.pop(name, None) for name in ("method", "url", "body"))
+    if entry or method != "POST" or url not in URLS or not isinstance(body, dict):
+        raise ValueError(
+            f"method {method!r}, url {url!r}, other fields {sorted(entry)}: a line has custom_id,"
+            f" method POST, url {' or '.join(URLS)}, and a body"
+        )
+    job.kind = URLS[url]
+    body = {k: v for k, v in body.items() if v is not None and k not in WITHOUT_EFFECT}
+    _take_prompt(job, body, ["messages" if job.kind == "chat" else "prompt"])
+    job.template = _object(body, "chat_template_kwargs")
+    if "tools" in body:
+        job.template["tools"] = body.pop("tools")
+    if body.get("response_format") == {"type": "text"}:
+        del body["response_format"]
+    for name in ("stream", "echo"):
+        if body.pop(name, False):
+            raise ValueError(f"{name} is not for a file of requests")
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    if job.kind == "chat":
+        shown, top = body.pop("logprobs", False), body.pop("top_logprobs", 0)
+        if shown not in (True, False):
+            raise ValueError(f"logprobs {shown!r} is neither true nor false")
+        body |= {"logprobs": top} if shown else {}
+    _take_fields(job, body)
+
+
+def _take_prompt(job: Job, entry: dict, names: list[str]):
+    if len(names) != 1 or names[0] not in entry:
+        raise ValueError(f"a line has one of prompt and messages, not {names or 'none'}")
+    job.prompt = entry.pop(names[0])
+    kinds = (list,) if names[0] == "messages" else (str, list)
+    if not isinstance(job.prompt, kinds):
+        raise ValueError(f"{names[0]} {str(job.prompt)[:60]!r} is not text, ids or messages")
+    inner = dict if names[0] == "messages" else int
+    if isinstance(job.prompt, list) and not all(type(part) is inner for part in job.prompt):
+        raise ValueError(f"{names[0]}: a list of {'messages' if inner is dict else 'token ids'}")
+
+
+def _object(entry: dict, name: str) -> dict:
+    value = entry.pop(name, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {value!r} is not an object")
+    return dict(value)
+
+
+def _take_fields(job: Job, entry: dict):
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
+    if isinstance(entry.get("logit_bias"), dict):  # ids are text in JSON
+        try:
+            entry["logit_bias"] = {int(i): bias for i, bias in entry["logit_bias"].items()}
+        except ValueError:
+            raise ValueError(f"logit_bias {entry['logit_bias']!r}: ids must be integers") from None
+    job.fields = entry
+
+
+def result(engine: Engine, job: Job, outputs: list[Output]) -> dict:
+    """A finished job as its line's format has it."""
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    if job.error is not None or failed:
+        return _failure(job, job.error or str(failed[0].stop_reason), 500 if failed else 400)
+    if job.kind == "own":
+        samples = [dataclasses.asdict(output) for output in outputs]
+        return {"id": job.id, **(samples[0] if len(samples) == 1 else {"samples": samples})}
+    choices = [_choice(engine, job.kind, i, output) for i, output in enumerate(outputs)]
+    first = outputs[0].usage
+    out = sum(output.usage["output_tokens"] for output in outputs)
+    usage = {
+        "prompt_tokens": first["prompt_tokens"],
+        "completion_tokens": out,
+        "total_tokens": first["prompt_tokens"] + out,
+        "prompt_tokens_details": {"cached_tokens": first["cached_tokens"]},
+    }
+    body = {
+        "id": f"cmpl-{job.number}",
+        "object": "chat.completion" if job.kind == "chat" else "text_completion",
+        "created": int(time.time()),
+        "model": engine.name,
+        "choices": choices,
+        "usage": usage,
+    }
+    return _batch_line(job, 200, body, None)
+
+
+def _failure(job: Job, message: str, code: int) -> dict:
+    if job.kind == "own":
+        return {"id": job.id, "error": message}
+    kind = "invalid_request_error" if code == 400 else "server_error"
+    body = {"error": {"message": message, "type": kind, "code": code}}
+    return _batch_line(job, code, body, {"code": kind, "message": message})
+
+
+def _batch_line(job: Job, status: int, body: dict, error: dict | None) -> dict:
+    response = {"status_code": status, "request_id": f"req-{job.number}", "body": body}
+    return {
+        "id": f"batch-{job.number}", "custom_id": job.id, "response": response, "error": error
+    }  # fmt: skip
+
+
+def _choice(engine: Engine, kind: str, index: int, output: Output) -> dict:
+    choice: dict = {"index": index, "logprobs": None, "finish_reason": output.finish_reason}
+    if kind == "chat":
+        choice["message"] = {"role": "assistant", "content": output.text}
+    else:
+        choice["text"] = output.text
+    if output.logprobs is None:
+        return choice
+    if kind == "chat":
+
+        def entry(token: int, logprob: float) -> dict:
+            data = engine.bytes_of(token)
+            return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": [*data]}
+
+        choice["logprobs"] = {
+            "content": [
+                {**entry(one.id, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]}
+                for one in output.logprobs
+            ]
+        }
+        return choice
+
+    def text(token: int) -> str:
+        return engine.bytes_of(token).decode(errors="replace")
+
+    choice["logprobs"] = {
+        "tokens": [text(one.id) for one in output.logprobs],
+        "token_logprobs": [one.logprob for one in output.logprobs],
+        "top_logprobs": [{text(i): value for i, value in one.top} for one in output.logprobs],
+    }
+    return choice
+
+
+class Batch:
+    """Jobs through an engine: results as they finish, and the numbers at the end."""
+
+    def __init__(self, engine: Engine, jobs: list[Job], defaults: dict, template: dict):
+        self.engine, self.defaults, self.template = engine, defaults, template
+        self.jobs = deque(sorted(jobs, key=lambda job: job.arrival_s))
+        self.total = len(jobs)
+        self.open: dict[Request, Job] = {}  # first request of a job -> the job
+        self.done = self.failed = 0
+        self.stopped = False
+        self.times: list[dict[str, float]] = []
+        self.waits: dict[str, int] = {}
+        self.most_held = 0
+        self.started = time.perf_counter()
+
+    def run(self, write, progress):
+        """Until all jobs have ended; `write` gets a dict a job, `progress` is called each step."""
+        scheduler = self.engine.scheduler
+        while (self.jobs and not self.stopped) or self.open:
+            self._arrive(write)
+            progress(self)
+            if not scheduler.busy and self.jobs and not self.stopped:
+                ahead = self.jobs[0].arrival_s - (time.perf_counter() - self.started)
+                time.sleep(min(max(ahead, 0), 0.2))
+            self.engine.step()
+            self.most_held = max(self.most_held, self.engine.manager.held)
+            for request in [request for request in self.open if request.finished]:
+                self._finish(request, write)
+
+    def stop(self):
+        """End what runs; what has not begun is left out."""
+        self.stopped = True
+        for request in list(self.open):
+            self.engine.abort(request)
+
+    def _arrive(self, write):
+        """Add what has arrived, some at a time: the first need not wait for the last's ids."""
+        now = time.perf_counter() - self.started
+        for _ in range(256):
+            if self.stopped or not self.jobs or self.jobs[0].arrival_s > now:
+                return
+            job = self.jobs.popleft()
+            try:
+                if job.error is None:
+                    params = SamplingParams(**{**self.defaults, **job.fields})
+                    talk = (
+                        isinstance(job.prompt, list) and job.prompt and type(job.prompt[0]) is dict
+                    )
+                    template = {**self.template, **job.template} if talk else job.template
+                    self.open[self.engine.add(job.prompt, params, template)] = job
+                    continue
+            except ValueError as error:
+                job.error = str(error)
+            self.failed += 1
+            print(f"line {job.number}: {job.error}", file=sys.stderr, flush=True)
+            write(result(self.engine, job, []))
+
+    def _finish(self, request: Request, write):
+        job = self.open.pop(request)
+        outputs = [self.engine.output(one) for one in request.family]
+        write(result(self.engine, job, outputs))
+        if any(output.finish_reason == "error" for output in outputs):
+            self.failed += 1
+            print(f"line {job.number}: {outputs[0].stop_reason}", file=sys.stderr, flush=True)
+        else:
+            self.done += 1
+        self.times += [output.timings for output in outputs]
+        for reason, steps in request.waits.items():
+            self.waits[reason] = self.waits.get(reason, 0) + steps
+
+    def summary(self) -> str:
+        """Where the time went, over all requests."""
+        counts, took = self.engine.counts, time.perf_counter() - self.started
+        left = self.total - self.done - self.failed
+        lines = [
+            f"requests  {self.done:,} done, {self.failed:,} failed"
+            + (f", {left:,} not begun" if left else "")
+            + f" in {took:.1f} s",
+            f"tokens    {counts.admitted_tokens:,} prompt, {counts.output_tokens:,} output:"
+            f" {counts.output_tokens / took:.1f} output tokens/s",
+        ]
+        if counts.reused_tokens:
+            share = counts.reused_tokens / counts.admitted_tokens
+            saved = counts.saved_s(counts.reused_tokens)
+            lines.append(
+                f"found     {counts.reused_tokens:,} prompt tokens in the cache ({share:.0%})"
+                + (f", which saved about {saved:.1f} s" if saved else "")
+            )
+        for title, name in (
+            ("TTFT", "ttft_s"), ("  queue", "queue_s"), ("  prefill", "prefill_s"),
+            ("TPOT", "tpot_mean_s"), ("worst gap", "tpot_max_s"),
+        ):  # fmt: skip
+            values = sorted(times[name] for times in self.times if name in times)
+            if values:
+                lines.append(
+                    f"{title:<10}{1e3 * sum(values) / len(values):,.1f} ms mean,"
+                    f" {1e3 * _percentile(values, 0.5):,.1f} p50,"
+                    f" {1e3 * _percentile(values, 0.99):,.1f} p99"
+                )
+        if counts.steps:
+            lines.append(
+                f"steps     {counts.steps:,} of {counts.rows / counts.steps:.1f} rows,"
+                f" {counts.preemptions:,} preemptions; at most {self.most_held:,} of"
+                f" {self.engine.manager.blocks:,} blocks held"
+            )
+        if self.waits:
+            waits = ", ".join(f"{reason} {n:,}" for reason, n in sorted(self.waits.items()))
+            lines.append(f"waited    the first of the queue, for: {waits} (steps)")
+        return "\n".join(lines)
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Timeline:
+    """Steps as a Chrome trace (JSON; opens in Perfetto or chrome://tracing): a track a request,
+    a slice a step and stage, and counters. Written as it happens."""
+
+    def __init__(self, path: str, engine: Engine):
+        self.file = open(path, "w", encoding="utf-8")
+        self.engine, self.zero = engine, time.perf_counter()
+        self.tracks: dict[Request, int] = {}  # of requests that have not ended
+        self.count = 0
+        self.file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        self._write(ph="M", name="process_name", args={"name": engine.name}, comma="")
+        self._write(ph="M", name="thread_name", tid=0, args={"name": "steps"})
+        engine.watch = self.step
+
+    def _write(self, comma=",\n", **event):
+        self.file.write(comma + json.dumps({"pid": 0, **event}))
+
+    def _slice(self, track: int, name: str, began: float, ended: float, **details):
+        at, took = 1e6 * (began - self.zero), 1e6 * max(ended - began, 0)
+        self._write(ph="X", name=name, tid=track, ts=round(at, 1), dur=round(took, 1), args=details)
+
+    def _track(self, request: Request) -> int:
+        if request not in self.tracks:
+            self.count += 1
+            self.tracks[request] = track = self.count
+            name = f"request {request.id}" + (f".{request.index}" if request.params.n > 1 else "")
+            self._write(ph="M", name="thread_name", tid=track, args={"name": name})
+            stamps = request.stamps
+            stages = [(name, stamps[name]) for _, name in STAGES[:4] if name in stamps]
+            if not request.index:
+                for (_, before), (name, at) in zip(stages, stages[1:]):
+                    details = request.waits if name == "scheduled" else {}
+                    name = {"tokenised": "tokenise", "scheduled": "queue"}.get(name, name)
+                    self._slice(track, name, before, at, **details)
+        return self.tracks[request]
+
+    def step(self, record: StepRecord):
+        """A step has ended."""
+        engine, at = self.engine, round(1e6 * (record.ended - self.zero), 1)
+        for request in record.preempted:
+            self._write(ph="i", s="t", name="preempted", tid=self._track(request), ts=at)
+        for request, start, n in record.parts:
+            decode = n == 1 and start >= request.prompt_tokens
+            stage = "decode" if decode else "again" if request.preempted else "prefill"
+            self._slice(
+                self._track(request), stage, record.began, record.ended, rows=n, position=start
+            )
+            if request.finish_reason is not None:
+                del self.tracks[request]
+        rows, prompt = record.rows, record.prompt_rows
+        self._slice(
+            0, f"{rows} rows", record.began, record.ended,
+            requests=len(record.parts), prompt=prompt, sampled=record.sampled,
+        )  # fmt: skip
+        counts = engine.counts
+        counters = {
+            "tokens a step": {"prompt": prompt, "decode": rows - prompt},
+            "blocks": {"held": engine.manager.held, "cached": engine.manager.cached},
+            "requests": {
+                "running": len(engine.scheduler.running), "waiting": len(engine.scheduler.waiting)
+            },
+            "hit rate, %": {"found": round(100 * counts.hit_rate, 1)},
+        }  # fmt: skip
+        for name, values in counters.items():
+            self._write(ph="C", name=name, ts=at, args=values)
+
+    def close(self):
+        self.engine.watch = None
+        self.file.write("\n]}\n")
+        self.file.close()
+
+
 # ---------------------------------------------------------------- the command line
 
 
@@ -1625,16 +2028,30 @@ SAMPLING = {  # SamplingParams' plain fields: type, help
 }
 
 
+EPILOG = """\
+Sampling flags that are not given are the model's own (generation_config.json).
+
+A line of --prompts (- reads standard input) is a prompt as it is, or an object:
+  {"prompt": ...}     text that is continued, or token ids; or {"messages": [...]}
+                      with id, priority, arrival_s, and sampling fields (max_tokens, ...)
+  {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+                      OpenAI's batch format (vllm run-batch), or /v1/completions
+Flags are defaults for lines that do not say. Exit code 1 if a line failed.
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="generate.py",
         usage="generate.py [--prompt TEXT] [flags]        --help lists the flags",
         description="Answer a prompt and say where the time went. Without --prompt: a chat.",
-        epilog="Sampling flags that are not given are the model's own (generation_config.json).",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     add = p.add_argument
     add("--prompt", help="what to answer; - reads it from standard input")
+    add("--prompts", metavar="FILE", help="a request a line, results as JSON lines (see below)")
     add("--system", help="system message before the prompt")
     add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
     add("--model", help="folder, .gguf file, name in models.json or hub repository")
@@ -1664,6 +2081,7 @@ def parser() -> argparse.ArgumentParser:
     add("--static", action="store_true", help="admit nobody before the batch has ended")
     add("--reserve", action="store_true", help="take the longest answer's blocks at admission")
     add("--trace", action="store_true", help="print the request's timeline")
+    add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
     add("--quiet", action="store_true", help="the answer only")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--demo", action="store_true", help="a tiny random model, a line a step: no download")
@@ -1675,24 +2093,28 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     p = parser()
     args = p.parse_args(argv)
-    chat = args.prompt is None
+    many = args.prompts is not None
+    chat = args.prompt is None and not many
+    if many and (args.prompt is not None or args.trace or args.json or args.demo):
+        p.error("--prompts goes without --prompt, --trace, --json and --demo")
     if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
-    if args.logprobs is not None and not args.json:
-        p.error("--logprobs is shown by --json only")
+    if args.logprobs is not None and not (args.json or many):
+        p.error("--logprobs is shown by --json and --prompts only")
     if args.raw and (args.system is not None or args.template):
         p.error("--raw takes no --system and no --template")
     if (args.n or 1) > 1 and (chat or args.trace):
         p.error(f"--n {args.n}: a chat and --trace follow one sample")
     try:
-        params, template = _params(args), dict(args.template)
+        params, template = SamplingParams(**_fields(args)), dict(args.template)
     except ValueError as error:
         p.error(str(error))
-    say = Say(args.quiet)
+    say, timeline = Say(args.quiet), None
     try:
         if args.demo:
             print(demo(), flush=True)
             return 0
+        jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
             args.model, revision=args.revision, device=args.device, dtype=args.dtype,
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
@@ -1702,6 +2124,10 @@ def main(argv: list[str] | None = None) -> int:
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
+        if args.timeline:
+            timeline = Timeline(args.timeline, engine)
+        if many:
+            return _prompts(engine, jobs, template, args, say)
         if chat:
             return _chat(engine, params, template, args, say)
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -1714,11 +2140,15 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say.done()
         return 130
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # else the reader has gone
-            print(f"generate.py: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if timeline is not None:
+            timeline.close()
 
 
 def _open_streams():
@@ -1732,15 +2162,16 @@ def _open_streams():
     warnings.formatwarning = lambda message, *rest: f"{message}\n"
 
 
-def _params(args) -> SamplingParams:
+def _fields(args) -> dict:
+    """The sampling fields that flags give."""
     given = {name: getattr(args, name) for name in SAMPLING}
-    return SamplingParams(
+    return {
         **{name: value for name, value in given.items() if value is not None},
-        logit_bias=dict(args.logit_bias) or None,
-        stop=args.stop,
-        stop_token_ids=args.stop_token_id,
-        ignore_eos=args.ignore_eos,
-    )
+        "logit_bias": dict(args.logit_bias) or None,
+        "stop": args.stop,
+        "stop_token_ids": args.stop_token_id,
+        "ignore_eos": args.ignore_eos,
+    }
 
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -1787,6 +2218,7 @@ class Say:
 
     def __init__(self, quiet: bool):
         self.quiet, self.started, self.open = quiet, time.perf_counter(), False
+        self.last, self.before = self.started, (0, 0)
 
     def __call__(self, line: str):
         self.done()
@@ -1802,9 +2234,36 @@ class Say:
         print(bar, end="", file=sys.stderr, flush=True)
         self.open = True
 
+    def batch(self, batch: Batch):
+        """The same for a file of prompts: on a terminal twice a second, else every 10 s."""
+        now, terminal = time.perf_counter(), sys.stderr.isatty()
+        if self.quiet or now - self.last < (0.5 if terminal else 10):
+            return
+        counts, scheduler, manager = (
+            batch.engine.counts,
+            batch.engine.scheduler,
+            batch.engine.manager,
+        )
+        rate = (
+            (counts.prompt_tokens - self.before[0]) / (now - self.last),
+            (counts.output_tokens - self.before[1]) / (now - self.last),
+        )
+        self.last, self.before = now, (counts.prompt_tokens, counts.output_tokens)
+        ended = batch.done + batch.failed
+        filled = round(16 * ended / batch.total)
+        line = (
+            f"[{'#' * filled}{'.' * (16 - filled)}] {ended}/{batch.total}"
+            f"  {rate[0]:,.0f} in, {rate[1]:,.0f} out tokens/s"
+            f"  {len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
+            f"  {manager.held}/{manager.blocks} blocks  {counts.hit_rate:.0%} found"
+        )
+        print("\r" + line.ljust(110) if terminal else line,
+              end="" if terminal else "\n", file=sys.stderr, flush=True)  # fmt: skip
+        self.open = terminal
+
     def done(self):
         if self.open:
-            print("\r" + " " * 64 + "\r", end="", file=sys.stderr, flush=True)
+            print("\r" + " " * 110 + "\r", end="", file=sys.stderr, flush=True)
         self.open = False
 
 
@@ -1837,6 +2296,29 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
             print(f"generate.py: {output.stop_reason}", file=sys.stderr)
     reasons = {output.finish_reason for output in outputs}
     return 1 if "error" in reasons else 130 if "abort" in reasons else 0
+
+
+def _jobs(args) -> list[Job]:
+    text = sys.stdin.read() if args.prompts == "-" else Path(args.prompts).read_text("utf-8")
+    lines = enumerate((line.strip() for line in text.split("\n")), 1)
+    jobs = [read_job(line, number, args.raw, args.system) for number, line in lines if line]
+    if not jobs:
+        raise ValueError(f"--prompts {args.prompts}: no line in it has a prompt")
+    return jobs
+
+
+def _prompts(engine: Engine, jobs: list[Job], template: dict, args, say: Say) -> int:
+    """A file of prompts: a JSON line for each as it ends, a bar meanwhile, the account after."""
+
+    def write(line: dict):
+        say.done()
+        print(json.dumps(line), flush=True)
+
+    batch = Batch(engine, jobs, _fields(args), template)
+    with Interrupt(batch.stop):
+        batch.run(write, say.batch)
+    say("\n" + batch.summary())
+    return 130 if batch.stopped else 1 if batch.failed else 0
 
 
 def _show(stream: TextStream, out) -> Output:

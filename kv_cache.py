@@ -268,6 +268,9 @@ class Slots:
     def commit(self, request):
         """Nothing is registered: a contiguous cache shares no tokens."""
 
+    def forget(self, request):
+        """Nothing to forget."""
+
     def release(self, request):
         """Give the request's slot back, if it has one."""
         if request.slot is not None:

@@ -63,6 +63,15 @@ def chain(parent: Entry | None, salt: str | None, ids: tuple[int, ...]) -> int:
     return hash((parent.key if parent else salt, ids))
 
 
+def same(a: Entry | None, b: Entry | None) -> bool:
+    """Whether two entries stand for the same tokens; mostly they are the same entry."""
+    while a is not b:
+        if a is None or b is None or a.ids != b.ids or a.salt != b.salt:
+            return False
+        a, b = a.parent, b.parent
+    return True
+
+
 def least_recently_used(entry: Entry) -> tuple:
     """Eviction order, smallest first. Blocks let go together leave from the tail."""
     return entry.used, -entry.depth
@@ -92,8 +101,10 @@ class PrefixIndex:
 
     def _find(self, parent: Entry | None, salt: str | None, ids: tuple[int, ...]) -> Entry | None:
         entry = self.entries.get(chain(parent, salt, ids))
-        same = entry and (entry.parent is parent and entry.salt == salt and entry.ids == ids)
-        return entry if same else None
+        if entry and entry.ids == ids and entry.salt == salt and same(entry.parent, parent):
+            entry.parent = parent  # which may have been evicted and entered anew
+            return entry
+        return None
 
     def insert(self, parent: Entry | None, salt, ids: tuple[int, ...], block: int) -> Entry | None:
         """Enter a block that a table holds. Known already, it stays as it is, and the answer is
@@ -113,13 +124,19 @@ class PrefixIndex:
         self.pushed += 1
         heapq.heappush(self.heap, (self.order(entry), self.pushed, entry))
         if len(self.heap) > 2 * len(self.entries) + 64:  # mostly stale
-            self.heap = [item for item in self.heap if self._turn(item)]
+            idle = [entry for entry in self.entries.values() if entry.idle]
+            self.heap = [(self.order(entry), i, entry) for i, entry in enumerate(idle)]
             heapq.heapify(self.heap)
 
     def hold(self, block: int):
         """A match took an idle block."""
         self.of_block[block].idle = False
         self.idle -= 1
+
+    def forget(self, block: int):
+        """A block that is held is not to be found any more."""
+        if block in self.of_block:
+            del self.entries[self.of_block.pop(block).key]
 
     def evict(self) -> int:
         """Forget the idle block whose turn it is, and hand it over."""
@@ -273,6 +290,12 @@ class BlockManager:
                 ids = tuple(request.tokens[i * size : (i + 1) * size])
                 last = pool.index.insert(last, request.salt, ids, request.tables[group][i])
             entered[group] = full, last
+
+    def forget(self, request):
+        """Take what the request holds out of the index: something in it is wrong."""
+        for pool, table in zip(self.pools, request.tables):
+            for block in table:
+                pool.index.forget(block)
 
     def release(self, request):
         """Give all blocks back, tails first; the full ones stay cached."""

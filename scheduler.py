@@ -34,7 +34,8 @@ Try           python scheduler.py                requests x steps, chunks beside
 Imports       nothing of ours, and not torch: a plan is arithmetic on integers.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -99,8 +100,8 @@ class Scheduler:
 
     The manager (slots of a contiguous cache, or blocks) answers `door(request)` (ValueError if
     it can never run), `match(tokens, salt) -> (tables, computed)`, `grow(request, n) -> bool`,
-    `limit(request, n) -> n`, `fork(parent, child)`, `commit(request)`, `release(request)`,
-    `repair(running)`.
+    `limit(request, n) -> n`, `fork(parent, child)`, `commit(request)`, `forget(request)`,
+    `release(request)`, `repair(running)`.
 
     policy  "fcfs": in order of arrival; "priority": the smaller `Request.priority` first
     static  admit nobody before the whole batch has ended, as servers did before Orca (Yu 2022)
@@ -116,7 +117,8 @@ class Scheduler:
         self.max_running = max_running
         self.policy = policy
         self.static = static
-        self.batch = 0  # static: how many more this batch takes in
+        self.batch: set[int] = set()  # static: ids of those that may run before all have ended
+        self.arrived: deque[Request] = deque()  # from any thread; not yet among the waiting
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preempted: list[Request] = []  # by the last plan
@@ -137,7 +139,7 @@ class Scheduler:
                 f" and max_running is {self.max_running}"
             )
         self.manager.door(request)
-        insort(self.waiting, request, key=self.order)
+        self.arrived.append(request)
 
     def plan(self) -> list[tuple[Request, int]]:
         """Choose this step's work: [(request, n)], n tokens of tokens[computed:] + draft.
@@ -148,6 +150,7 @@ class Scheduler:
         Example: budget 8, A decodes, a prompt B of 14 tokens waits: [(A, 1), (B, 7)], the same
         again, then [(A, 1), (B, 1)] a step.
         """
+        self._queue()
         self.preempted, self.blocked = [], None
         plan, room = [], self.budget
         while len(plan) < len(self.running) and room > 0:
@@ -164,6 +167,15 @@ class Scheduler:
         assert plan or not self.busy, "4: a step with requests must plan something"
         return plan
 
+    def _queue(self):
+        """Let those who have arrived wait in order."""
+        while self.arrived:
+            request = self.arrived[0]
+            place = bisect_left(self.waiting, self.order(request), key=self.order)
+            if self.waiting[place : place + 1] != [request]:  # else interrupted here before
+                self.waiting.insert(place, request)
+            self.arrived.popleft()
+
     def _grow(self, request: Request, n: int) -> bool:
         """Room for n more tokens, taken from the last in order; False: that was the request."""
         while not self.manager.grow(request, n):
@@ -175,19 +187,18 @@ class Scheduler:
 
     def _preempt(self, request: Request):
         """Give all room up and wait; the tokens stay, and will be computed again."""
+        insort(self.waiting, request, key=self.order)
+        self.running.remove(request)  # from here on `repair` takes its room
         self.manager.release(request)
         request.computed, request.draft = 0, []
         request.preempted += 1
         self.preempted.append(request)
-        self.batch += request.samples
-        insort(self.waiting, request, key=self.order)
-        self.running.remove(request)
 
     def _admit(self, plan: list[tuple[Request, int]], room: int):
         """Let waiting requests run, in order, until the first that cannot."""
         count = sum(request.samples for request in self.running)
         if not self.running:
-            self.batch = min(self.max_running, sum(r.samples for r in self.waiting))
+            self._form_batch()
         while self.waiting:
             request = self.waiting[0]
             self.blocked = self._obstacle(request, room, count)
@@ -198,11 +209,18 @@ class Scheduler:
             plan.append((request, n))
             room -= n
             count += request.samples
-            self.batch -= request.samples
+
+    def _form_batch(self):
+        self.batch, left = set(), self.max_running
+        for request in self.waiting:
+            left -= request.samples
+            if left < 0:
+                return
+            self.batch.add(request.id)
 
     def _obstacle(self, request: Request, room: int, count: int) -> str | None:
         """What keeps the first of the queue from running; None: nothing, it runs now."""
-        if self.static and self.batch < request.samples:
+        if self.static and request.id not in self.batch:
             return "batch"
         if count + request.samples > self.max_running:
             return "running limit"
@@ -252,8 +270,7 @@ class Scheduler:
             request.computed += n - len(request.draft) + max(len(ids) - 1, 0)
             request.draft = []
             request.tokens += ids
-            if finish != "error":  # what failed is not for others to find
-                self.manager.commit(request)
+            self.manager.commit(request)
             if finish is not None:
                 self._leave(request, finish)
 
@@ -265,18 +282,23 @@ class Scheduler:
 
     def abort(self, request: Request, reason: str = "abort"):
         """End a request wherever it is; its room is free at once. Ended already: no effect."""
+        self._queue()
         if request.finish_reason is None:
             self._leave(request, reason)
 
     def _leave(self, request: Request, reason: str):
+        request.finish_reason = reason  # from here on `repair` takes its room
+        for members in (self.running, self.waiting):
+            if request in members:
+                members.remove(request)
+        if reason == "error":  # what it computed is not for others to find
+            self.manager.forget(request)
         self.manager.release(request)
-        members = self.running if request in self.running else self.waiting
-        members.remove(request)
-        request.finish_reason = reason
 
     def repair(self):
         """Make a whole of what an interruption between two lines left: who runs does not wait,
         who waits holds nothing, and the manager's books follow from the tables of who runs."""
+        self._queue()
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None]
         kept = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]
         self.waiting = [r for r in kept if r not in self.running]
@@ -286,7 +308,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.arrived)
 
     def check(self):
         """Raise AssertionError where an invariant of this file does not hold."""
@@ -336,7 +358,7 @@ class Counting:
         return True
 
     def commit(self, request):
-        pass
+        """Nothing is found again here."""
 
     def release(self, request):
         self.free += self.held.pop(request, 0)

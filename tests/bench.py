@@ -1,14 +1,24 @@
 """Measurements side by side; a script, never a timed test.
 
     python tests/bench.py decode        tokens/s against transformers' generate(), same weights
+    python tests/bench.py serve         32 requests at once: throughput, and the start
+    python tests/bench.py serve --vllm VENV/bin/python      in turns with vLLM (see bench_vllm.py)
+    python tests/bench.py serve --workload nano             nano-vllm's 256 requests, for a GPU
+    python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
+    python tests/bench.py chat          the second turn of a long chat, with and without the cache
 
-Both run in one process with the same threads and type, in turns, so that whatever else the machine
-does hits both. Needs transformers (pip install transformers).
+What is compared runs in turns, so that whatever else the machine does hits both. decode needs
+transformers (pip install transformers).
 """
 
 import argparse
+import json
+import os
+import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -125,6 +135,281 @@ def line(number, name: str, prefill: float, token: float, bound: float):
     )
 
 
+# ---------------------------------------------------------------- many requests at once
+
+WORKLOADS = {  # requests, shortest and longest prompt, shortest and longest output, highest id
+    "small": (32, 32, 256, 32, 256, 10_000),
+    "nano": (256, 100, 1024, 100, 1024, 10_000),  # of nano-vllm's bench.py, seed 0
+}
+
+
+def workload(name: str, seed: int) -> dict:
+    count, shortest, longest, least, most, ids = WORKLOADS[name]
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randint(0, ids) for _ in range(draw.randint(shortest, longest))] for _ in range(count)
+    ]
+    return {"prompts": prompts, "outputs": [draw.randint(least, most) for _ in range(count)]}
+
+
+def since_start() -> float:
+    """Seconds since this process was started (Linux)."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def worker(args):
+    """Octavo behind a pipe, as bench_vllm.py has vLLM."""
+    settings = {"max_len": 2048, "prefix_cache": False, "max_running": 256}
+    settings |= {"budget": args.budget} if args.budget else {}
+    engine = Engine(device=args.device, dtype=args.dtype, threads=args.threads, **settings)
+
+    def run(work: dict) -> float:
+        params = [
+            SamplingParams(
+                max_tokens=n, temperature=0.6, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True
+            )
+            for n in work["outputs"]
+        ]
+        started = time.perf_counter()
+        outputs = engine.generate(work["prompts"], params)
+        seconds = time.perf_counter() - started
+        assert [len(output.token_ids) for output in outputs] == work["outputs"]
+        return seconds
+
+    run({"prompts": [[1, 2, 3]], "outputs": [2]})
+    print(json.dumps({"ready_s": since_start()}), flush=True)
+    for text in sys.stdin:
+        print(json.dumps({"seconds": run(json.loads(text))}), flush=True)
+
+
+class Worker:
+    """A process that answers a line with a line."""
+
+    def __init__(self, command: list[str], log):
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        self.ready_s = self._read()["ready_s"]
+
+    def _read(self) -> dict:
+        text = self.process.stdout.readline()
+        if not text:
+            sys.exit(f"bench.py: {' '.join(self.process.args)} ended: {self.process.wait()}")
+        return json.loads(text)
+
+    def __call__(self, work: dict) -> float:
+        self.process.stdin.write(json.dumps(work) + "\n")
+        self.process.stdin.flush()
+        return self._read()["seconds"]
+
+
+def serve(args):
+    if args.rate:
+        return delays(args)
+    work = workload(args.workload, args.seed)
+    prompt, output = sum(map(len, work["prompts"])), sum(work["outputs"])
+    print(
+        f"{len(work['prompts'])} requests at once, seed {args.seed}: {prompt:,} prompt and"
+        f" {output:,} output tokens, temperature 0.6, {args.dtype}"
+    )
+    cases = {
+        "batch": work,
+        "alone": {"prompts": work["prompts"][:1], "outputs": [64]},
+        "prefill": {"prompts": [[i % 9973 for i in range(1023)]], "outputs": [1]},
+    }
+    ours = [sys.executable, __file__, "worker", "--dtype", args.dtype]
+    for name in ("device", "threads", "budget"):
+        if (value := getattr(args, name)) is not None:
+            ours += [f"--{name}", str(value)]
+    with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
+        workers = {"octavo": Worker(ours, log)}
+        if args.vllm:
+            from test_real import write_folder
+
+            write_folder(model.load(model.find(None, say=print)[0]), Path(folder))
+            script = str(HERE / "bench_vllm.py")
+            workers["vllm"] = Worker([args.vllm, script, folder], log)
+        seconds = {name: {case: [] for case in cases} for name in workers}
+        print(f"\n{'round':<7}{'who':<9}{'batch':>8}{'output tok/s':>14}{'alone tok/s':>13}"
+              f"{'1,023 prompt tokens':>21}")  # fmt: skip
+        for number in range(args.rounds):
+            for name, run in workers.items():
+                for case, one in cases.items():
+                    seconds[name][case].append(run(one))
+                _serve_line(
+                    f"{number + 1}", name, output, {c: s[-1] for c, s in seconds[name].items()}
+                )
+    best = {n: {c: statistics.median(s) for c, s in by.items()} for n, by in seconds.items()}
+    for name, by in best.items():
+        _serve_line("median", name, output, by)
+    found = {
+        name: {
+            "start_s": round(workers[name].ready_s, 1),
+            "output_tokens_per_s": round(output / by["batch"], 1),
+            "alone_tokens_per_s": round(64 / by["alone"], 1),
+            "prefill_1023_s": round(by["prefill"], 3),
+        }
+        for name, by in best.items()
+    }
+    for name, run in workers.items():
+        print(f"{name} was ready {run.ready_s:.1f} s after its process began")
+    if args.vllm:
+        pairs = zip(seconds["octavo"]["batch"], seconds["vllm"]["batch"])
+        ratios = sorted(theirs / ours for ours, theirs in pairs)
+        found["ratio"] = round(statistics.median(ratios), 2)
+        print(
+            f"octavo has {found['ratio']:.2f} times vLLM's throughput (rounds:"
+            f" {', '.join(f'{ratio:.2f}' for ratio in ratios)}) and starts"
+            f" {workers['vllm'].ready_s / workers['octavo'].ready_s:.0f} times as fast"
+        )
+    print(json.dumps({"workload": args.workload, "seed": args.seed, **found}))
+
+
+def _serve_line(number: str, name: str, output: int, by: dict[str, float]):
+    print(
+        f"{number:<7}{name:<9}{by['batch']:>6.1f} s{output / by['batch']:>14.1f}"
+        f"{64 / by['alone']:>13.1f}{by['prefill']:>19.2f} s",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------- requests that arrive
+
+
+def delays(args):
+    """Open loop: requests arrive as they do, whether the engine keeps up or not."""
+    draw = random.Random(args.seed)
+    arrivals, at = [], 0.0
+    for _ in range(args.requests):
+        at += draw.expovariate(args.rate)
+        long = draw.random() < 0.2
+        prompt = [
+            draw.randint(0, 10_000)
+            for _ in range(draw.randint(*((512, 1024) if long else (32, 128))))
+        ]
+        arrivals.append((at, prompt, draw.randint(32, 96)))
+    engine = Engine(
+        device=args.device, dtype=args.dtype, threads=args.threads, max_len=2048,
+        budget=2048, max_running=64, prefix_cache=False,
+    )  # fmt: skip
+    engine.generate([1] * 600, SamplingParams(max_tokens=4, ignore_eos=True))
+    print(
+        f"{args.requests} requests, {args.rate:g} a second (Poisson, seed {args.seed}): prompts of"
+        f" 32 to 128 tokens, a fifth of them 512 to 1,024; outputs of 32 to 96\n"
+    )
+    print(f"{'':<24}{'TTFT, ms':^38}{'between tokens, ms':^26}{'output':>9}")
+    print(f"{'':<24}{'mean':>7}{'p99':>8} = {'queue':>6}{'prefill':>8}{'step':>6}"
+          f"{'p50':>8}{'p99':>8}{'max':>8}{'tok/s':>11}")  # fmt: skip
+    normal = {"budget": 512, "max_running": 64, "static": False}
+    cases = {"static": normal | {"static": True}, "continuous": normal}
+    cases |= {f"budget {b}": normal | {"budget": b} for b in (32, 64, 128, 256, 512, 1024, 2048)}
+    cases |= {f"max running {m}": normal | {"max_running": m} for m in (4, 8, 16, 32)}
+    found = {}
+    for name, settings in cases.items():
+        for field, value in settings.items():
+            setattr(engine.scheduler, field, value)
+        found[name] = row = open_loop(engine, arrivals)
+        print(
+            f"{name:<24}{row['ttft']:>7,.0f}{row['ttft_p99']:>8,.0f}   {row['queue']:>6,.0f}"
+            f"{row['prefill']:>8,.0f}{row['step']:>6,.0f}{row['itl_p50']:>8,.0f}"
+            f"{row['itl_p99']:>8,.0f}{row['itl_max']:>8,.0f}{row['tokens_per_s']:>11,.0f}",
+            flush=True,
+        )
+    print("\nbudget     mean TTFT" + " " * 31 + "p99 between tokens")
+    rows = {name: row for name, row in found.items() if name.startswith("budget")}
+    top = [max(row[key] for row in rows.values()) for key in ("ttft", "itl_p99")]
+    for name, row in rows.items():
+        bars = ["#" * max(1, round(28 * row[k] / t)) for k, t in zip(("ttft", "itl_p99"), top)]
+        print(
+            f"{name.split()[1]:>6} {row['ttft']:>7,.0f} ms {bars[0]:<29}"
+            f"{row['itl_p99']:>6,.0f} ms {bars[1]}"
+        )
+    print(json.dumps({"rate": args.rate, "seed": args.seed, "cases": found}))
+
+
+def open_loop(engine: Engine, arrivals) -> dict[str, float]:
+    """One run: requests are added when their time has come; milliseconds, and tokens/s."""
+    requests, coming = [], list(arrivals)
+    started = time.perf_counter()
+    while coming or engine.scheduler.busy:
+        now = time.perf_counter() - started
+        while coming and coming[0][0] <= now:
+            at, prompt, output = coming.pop(0)
+            params = SamplingParams(
+                max_tokens=output, temperature=0.6, top_k=0, top_p=1.0, ignore_eos=True
+            )
+            request = engine.add(prompt, params)
+            request.stamps["received"] = started + at  # not when the step under way had ended
+            requests.append(request)
+        if engine.scheduler.busy:
+            engine.step()
+        else:
+            time.sleep(max(0.0, coming[0][0] - now))
+    took = time.perf_counter() - started
+    stamps = [request.stamps for request in requests]
+    gaps = sorted(
+        1e3 * (b - a) for r in requests for a, b in zip(r.token_stamps, r.token_stamps[1:])
+    )
+    first = sorted(1e3 * (s["first token"] - s["received"]) for s in stamps)
+
+    def mean(before: str, after: str) -> float:
+        return 1e3 * statistics.mean(s[after] - s[before] for s in stamps)
+
+    row = {
+        "ttft": statistics.mean(first),
+        "ttft_p99": first[int(0.99 * len(first))],
+        "queue": mean("received", "scheduled"),
+        "prefill": mean("scheduled", "prefill"),
+        "step": mean("prefill", "first token"),
+        "itl_p50": statistics.median(gaps),
+        "itl_p99": gaps[int(0.99 * len(gaps))],
+        "itl_max": gaps[-1],
+        "tokens_per_s": sum(len(r.output) for r in requests) / took,
+    }
+    return {name: round(value, 1) for name, value in row.items()}
+
+
+# ---------------------------------------------------------------- a conversation
+
+
+def chat(args):
+    """TTFT of a second turn: its prompt is the first turn, the answer, and one more message."""
+    checkpoint = model.load(model.find(None, say=print)[0])
+    common = {"device": args.device, "dtype": args.dtype, "threads": args.threads, "max_len": 4096}
+    engines = {
+        name: Engine(checkpoint, prefix_cache=name == "found", **common)
+        for name in ("found", "computed")
+    }
+    words = (HERE.parent / "README.md").read_text("utf-8").split()
+    params = SamplingParams(max_tokens=64, temperature=0)
+    print(f"{'round':<7}{'prompt tokens':>14}{'found':>7}{'TTFT':>12}{'without':>12}{'ratio':>8}")
+    ratios, same = [], 0
+    for number in range(args.rounds + 1):  # the first warms up
+        question = f"Round {number}. " + " ".join(words[number : number + args.words])
+        row = {}
+        for name, engine in engines.items():
+            messages = [{"role": "user", "content": question}]
+            (first,) = engine.generate(messages, params)
+            messages.append({"role": "assistant", "content": first.text})
+            messages.append({"role": "user", "content": "Go on."})
+            (row[name],) = engine.generate(messages, params)
+        same += row["found"].token_ids == row["computed"].token_ids
+        with_cache, without = (row[name].timings["ttft_s"] for name in engines)
+        usage = row["found"].usage
+        if number:
+            ratios.append(without / with_cache)
+            print(
+                f"{number:<7}{usage['prompt_tokens']:>14,}{usage['cached_tokens']:>7,}"
+                f"{1e3 * with_cache:>9.0f} ms{1e3 * without:>9.0f} ms{ratios[-1]:>8.1f}",
+                flush=True,
+            )
+    print(
+        f"\nthe second turn answers {statistics.median(ratios):.1f} times as soon (median);"
+        f" the same tokens in {same} of {args.rounds + 1} rounds"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
@@ -135,9 +420,33 @@ def main():
     add.add_argument("--dtype", default="bfloat16")
     add.add_argument("--threads", type=int)
     add.set_defaults(run=decode)
+    add = commands.add_parser("serve", help="many requests: throughput or delays")
+    add.add_argument("--workload", choices=WORKLOADS, default="small")
+    add.add_argument("--vllm", help="the Python of an environment that has vLLM")
+    add.add_argument("--rounds", type=int, default=3)
+    add.add_argument("--rate", type=float, default=0, help="arrivals a second: measures delays")
+    add.add_argument("--requests", type=int, default=40, help="with --rate (default 40)")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--log", default=os.devnull, help="where the workers' messages go")
+    add.set_defaults(run=serve)
+    commands.add_parser("worker").set_defaults(run=worker)
+    add = commands.add_parser("chat", help="the second turn of a long chat")
+    add.add_argument("--rounds", type=int, default=5)
+    add.add_argument("--words", type=int, default=480, help="of the first question")
+    add.set_defaults(run=chat)
+    for command in ("serve", "worker", "chat"):
+        add = commands.choices[command].add_argument
+        add("--dtype", default="bfloat16")
+        add("--device")
+        add("--threads", type=int)
+        add("--budget", type=int)
     args = parser.parse_args()
-    if min(args.rounds, args.tokens - 2, args.prompt_tokens) < 1:
+    if args.run is decode and min(args.rounds, args.tokens - 2, args.prompt_tokens) < 1:
         parser.error("--rounds and --prompt-tokens are at least 1, --tokens at least 3")
+    if args.run is chat and min(args.rounds, args.words) < 1:
+        parser.error("--rounds and --words are at least 1")
+    if args.run is serve and (args.rounds < 1 or args.rate < 0 or args.requests < 2):
+        parser.error("--rounds is at least 1, --rate at least 0, --requests at least 2")
     args.run(args)
 
 

@@ -6,7 +6,19 @@ import math
 import pytest
 import torch
 
-from kernels import allow, linear, pack, rms_norm, rope, rope_tables, silu_mul
+from kernels import (
+    View,
+    allow,
+    attention,
+    linear,
+    pack,
+    rms_norm,
+    rope,
+    rope_tables,
+    silu_mul,
+    store_kv,
+    view,
+)
 
 torch.set_num_threads(1)
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of rounding once, relative
@@ -21,6 +33,43 @@ def rounded_once(found, exact, extra=2e-6):
     assert found.dtype in HALF_STEP
     error = (found.double() - exact).abs()
     return bool((error <= exact.abs() * HALF_STEP[found.dtype] + extra).all())
+
+
+def places_of(table, length, size):
+    """Where the tokens of a request lie in a pool, one after another."""
+    return [table[p // size] * size + p % size for p in range(length)]
+
+
+def flat(places):
+    """A Part's places or rows as a list."""
+    if isinstance(places, slice):
+        return list(range(places.start, places.stop))
+    return places.tolist()
+
+
+def viewed(spans, tables, size=8, dtype=torch.float32):
+    """The view of rows [(n, length)], which lie one below another and end at their length."""
+    slots, whole, row = [], [], 0
+    for (n, length), table in zip(spans, tables):
+        slots += places_of(table, length, size)[length - n :]
+        whole.append((row, n, length))
+        row += n
+    return view(torch.tensor(slots), tables, whole, size, dtype)
+
+
+def loops(q, keys, values, start, causal=True):
+    """Attention written out, in float64: q (n, H, D) at positions start.. of keys (N, G, D)."""
+    q, keys, values = q.double(), keys.double(), values.double()
+    n, heads, dim = q.shape
+    out = torch.zeros(n, heads, dim, dtype=torch.float64)
+    for i in range(n):
+        seen = start + i + 1 if causal else len(keys)
+        for h in range(heads):
+            g = h // (heads // keys.shape[1])
+            scores = keys[:seen, g] @ q[i, h] / math.sqrt(dim)
+            out[i, h] = (scores - scores.max()).exp() @ values[:seen, g]
+            out[i, h] /= (scores - scores.max()).exp().sum()
+    return out
 
 
 # ---------------------------------------------------------------- by hand
@@ -88,6 +137,74 @@ def test_allow_reads_bit_i_of_word_w_as_id_32_w_plus_i():
 def test_allow_puts_minus_infinity_over_nan_too():
     found = allow(torch.tensor([math.nan, 1.0]), torch.tensor([2], dtype=torch.int32))
     assert found.tolist() == [-math.inf, 1.0]
+
+
+def test_keys_and_values_go_where_the_slots_say_and_nowhere_else():
+    keys, values = (torch.zeros(3, 4, 1, 2) for _ in range(2))
+    k = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+    store_kv(k, 10 * k, keys, values, View(torch.tensor([9, 3]), []))
+    assert keys[2, 1].tolist() == [[1.0, 2.0]] and keys[0, 3].tolist() == [[3.0, 4.0]]
+    assert values[2, 1].tolist() == [[10.0, 20.0]] and values[0, 3].tolist() == [[30.0, 40.0]]
+    assert keys.sum() == 10 and values.sum() == 100
+
+
+def test_blocks_that_follow_each_other_are_a_slice_and_others_a_list_of_places():
+    parts = viewed([(3, 11), (2, 11), (9, 9)], [[4, 5], [5, 4], [2, 9, 9]]).parts
+    assert [part.rows for part in parts] == [slice(0, 3), slice(3, 5), slice(5, 14)]
+    assert parts[0].places == slice(32, 43)
+    assert parts[1].places.tolist() == [*range(40, 48), 32, 33, 34]
+    assert parts[2].places.tolist() == [*range(16, 24), 72]
+    assert viewed([(9, 9)], [[2, 3, 9, 7]]).parts[0].places == slice(16, 25), "9 and 7 are not used"
+    assert all(part.mask is None for part in parts)
+    parts = viewed([(1, 25)], [[2, 4, 3, 5]]).parts
+    assert parts[0].places.tolist() == [*range(16, 24), *range(32, 40), *range(24, 32), 40]
+
+
+def test_requests_of_one_row_share_a_part_and_the_shorter_is_padded_with_its_first_token():
+    """Lengths 9 and 2 in blocks of 8: the second has two tokens of its own, and 14 of padding."""
+    parts = viewed([(1, 9), (1, 2)], [[3, 1], [2]]).parts
+    assert len(parts) == 1
+    assert parts[0].rows.tolist() == [1, 0], "the longest last"
+    short, long = parts[0].places.view(2, 16).tolist()
+    assert short == [16, 17] + [16] * 14
+    assert long == [*range(24, 32), 8] + [24] * 7
+    mask = parts[0].mask
+    assert mask.shape == (2, 1, 1, 16) and mask.dtype == torch.float32
+    assert mask[0].flatten().tolist() == [0.0] * 2 + [-math.inf] * 14
+    assert mask[1].flatten().tolist() == [0.0] * 9 + [-math.inf] * 7
+
+
+def test_a_request_with_more_blocks_than_it_has_filled_is_padded_like_any_other():
+    """It reserved four blocks; its part is as long as the longest of its requests."""
+    parts = viewed([(1, 2), (1, 9)], [[2, 7, 6, 5], [3, 1, 8, 9]]).parts
+    assert parts[0].places.tolist() == [16, 17, *[16] * 14, *range(24, 32), 8, *[24] * 7]
+
+
+def test_one_row_alone_is_a_part_without_a_mask():
+    parts = viewed([(1, 10)], [[3, 4]]).parts
+    assert (parts[0].rows, parts[0].places, parts[0].mask) == (slice(0, 1), slice(24, 34), None)
+
+
+def test_a_parts_longest_has_half_as_many_blocks_again_as_its_shortest_and_four_more():
+    """One block: up to 5.5. Six: up to 13."""
+    lengths = [41, 8, 104, 1, 40, 105]
+    tables = [list(range(1, 30, 2))] * 6
+    parts = viewed([(1, length) for length in lengths], tables).parts
+    assert [[lengths[row] for row in flat(part.rows)] for part in parts] == [
+        [1, 8, 40],
+        [41, 104],
+        [105],
+    ]
+
+
+def test_chunks_and_single_rows_of_a_step_are_each_in_one_part():
+    spans = [(1, 5), (4, 4), (1, 700), (1, 9), (3, 20), (1, 1)]
+    tables = [list(range(100 * i, 100 * i + 90, 1 + i % 2)) * 2 for i in range(1, 7)]
+    found = viewed(spans, tables)
+    rows = [flat(part.rows) for part in found.parts]
+    assert sorted(sum(rows, [])) == list(range(11))
+    assert rows == [[1, 2, 3, 4], [7, 8, 9], [10, 0, 6], [5]]
+    assert len(found.slots) == 11
 
 
 # ---------------------------------------------------------------- against the reference
@@ -195,7 +312,132 @@ def test_allow_equals_a_loop_over_bits(vocab):
     assert torch.equal(logits, before)
 
 
+STEPS = [  # rows and length of each request of a step
+    [(1, 1)],
+    [(7, 7), (1, 9), (1, 30)],
+    [(1, 16), (1, 17), (1, 15), (1, 200), (5, 40)],
+    [(1, 8), (3, 24), (16, 16), (2, 19), (1, 3)],
+    [(1, 33)] * 5,
+]
+
+
+@pytest.mark.parametrize("heads, shared, dtype, causal", [
+    (4, 2, torch.float32, True),
+    (2, 2, torch.float32, False),
+    (6, 1, torch.float32, True),
+    (4, 2, torch.bfloat16, True),
+    (4, 1, torch.bfloat16, False),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("spans", STEPS, ids=str)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_attention_over_blocks_equals_loops_in_float64(
+    spans, heads, shared, dtype, causal, ordered
+):
+    """In pools where every place that no token of the step is in holds NaN."""
+    size, draw = 8, torch.Generator().manual_seed(len(spans))
+    needs = [-(-length // size) for _, length in spans]
+    count = sum(needs)
+    order = torch.arange(count) if ordered else torch.randperm(count, generator=draw)
+    tables = [table.tolist() for table in (order + 1).split(needs)]
+    keys, values = (torch.full((count + 2, size, shared, 4), math.nan, dtype=dtype) for _ in "kv")
+    found = viewed(spans, tables, size, dtype)
+    whole = [
+        [randn(length, shared, 4, seed=10 * i + j, dtype=dtype) for j in (1, 2)]
+        for i, (_, length) in enumerate(spans)
+    ]
+    for (n, length), table, (k, v) in zip(spans, tables, whole):
+        before = torch.tensor(places_of(table, length - n, size), dtype=torch.int64)
+        store_kv(k[: length - n], v[: length - n], keys, values, View(before, []))
+    new = [
+        torch.cat([pair[j][len(pair[j]) - n :] for pair, (n, _) in zip(whole, spans)])
+        for j in (0, 1)
+    ]
+    store_kv(*new, keys, values, found)
+    q = randn(sum(n for n, _ in spans), heads, 4, seed=99, dtype=dtype)
+    out = attention(q, keys, values, found, causal)
+    assert out.dtype == dtype and out.shape == q.shape
+    row = 0
+    for (n, length), (k, v) in zip(spans, whole):
+        exact = loops(q[row : row + n], k, v, length - n, causal)
+        error = (out[row : row + n].double() - exact).abs().max()
+        assert error <= (1e-5 if dtype == torch.float32 else 0.03)
+        row += n
+
+
+def test_attention_takes_queries_that_are_a_slice_of_a_larger_tensor():
+    """As a model has them: q, k and v of a row lie in one tensor, next to each other."""
+    heads = randn(3, 8, 4)
+    keys, values = randn(6, 8, 2, 4, seed=1), randn(6, 8, 2, 4, seed=2)
+    for spans in ([(1, 9), (1, 12), (1, 3)], [(3, 12)], [(1, 9), (2, 11)]):
+        found = viewed(spans, [[1, 4], [2, 5], [3]][: len(spans)])
+        expected = attention(heads[:, :4].contiguous(), keys, values, found)
+        assert torch.equal(attention(heads[:, :4], keys, values, found), expected)
+
+
 # ---------------------------------------------------------------- by property
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_row_is_in_one_part_and_every_part_reads_its_own_places_only(seed):
+    """The view's own promises, for random requests with tables of random blocks."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    size = 2 ** number(3, 5)
+    spans = [(n, n + number(0, 60 * size // 2)) for n in (number(1, 3) for _ in range(25))]
+    blocks = torch.randperm(25 * 100, generator=draw) + 1
+    tables = [blocks[100 * i : 100 * i + 100].tolist() for i in range(25)]
+    found = viewed(spans, tables, size)
+    owner = [i for i, (n, _) in enumerate(spans) for _ in range(n)]
+    assert sorted(sum((flat(part.rows) for part in found.parts), [])) == list(range(len(owner)))
+    for part in found.parts:
+        rows, places = flat(part.rows), flat(part.places)
+        if part.mask is None:
+            span, table = spans[owner[rows[0]]], tables[owner[rows[0]]]
+            assert len(rows) == span[0] and places == places_of(table, span[1], size)
+            continue
+        lengths = [spans[owner[row]][1] for row in rows]
+        assert lengths == sorted(lengths) and all(spans[owner[row]][0] == 1 for row in rows)
+        shortest, longest = -(-lengths[0] // size), -(-lengths[-1] // size)
+        assert longest <= 1.5 * shortest + 4 and len(places) == len(rows) * longest * size
+        for i, (row, length) in enumerate(zip(rows, lengths)):
+            mine = places_of(tables[owner[row]], length, size)
+            here = places[i * longest * size :][: longest * size]
+            assert here[:length] == mine and set(here[length:]) <= {mine[0]}
+            hidden = part.mask[i, 0, 0].eq(-math.inf)
+            assert not hidden[:length].any() and hidden[length:].all()
+
+
+def test_what_a_place_of_another_holds_changes_no_bit_of_a_row():
+    spans, tables = [(1, 9), (1, 30), (4, 12)], [[1, 7], [2, 9, 4, 8], [3, 6]]
+    found = viewed(spans, tables)
+    keys, values = randn(11, 8, 2, 4, seed=1), randn(11, 8, 2, 4, seed=2)
+    q = randn(6, 4, 4)
+    before = attention(q, keys, values, found)
+    for i, (first, end) in enumerate([(0, 1), (1, 2), (2, 6)]):
+        own = places_of(tables[i], spans[i][1], 8)
+        for poison in (math.nan, math.inf, 1e30):
+            others = [torch.full_like(x, poison) for x in (keys, values)]
+            for x, source in zip(others, (keys, values)):
+                x.flatten(0, 1)[own] = source.flatten(0, 1)[own]
+            assert torch.equal(attention(q, *others, found)[first:end], before[first:end])
+
+
+def test_attention_and_storing_write_neither_queries_nor_what_was_stored():
+    q, k, v = randn(2, 4, 4), randn(2, 2, 4, seed=3), randn(2, 2, 4, seed=4)
+    keys, values = randn(4, 8, 2, 4, seed=1), randn(4, 8, 2, 4, seed=2)
+    found = viewed([(1, 9), (1, 3)], [[1, 3], [2]])
+    kept = [x.clone() for x in (q, k, v, keys, values)]
+    store_kv(k, v, keys, values, found)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), kept))
+    changed = (keys != kept[3]).any(-1).any(-1).flatten().nonzero()[:, 0].tolist()
+    assert changed == sorted(found.slots.tolist()) == [18, 24]
+    stored = keys.clone(), values.clone()
+    attention(q, keys, values, found)
+    assert torch.equal(keys, stored[0]) and torch.equal(values, stored[1])
+    assert torch.equal(q, kept[0])
 
 
 def operations(dtype):
@@ -264,6 +506,16 @@ def test_rows_of_another_width_are_refused():
 def test_a_weight_is_a_matrix():
     with pytest.raises(ValueError):
         pack(randn(4))
+
+
+def test_keys_of_another_shape_than_the_pools_are_refused():
+    keys, values = torch.zeros(3, 4, 2, 2), torch.zeros(3, 4, 2, 2)
+    with pytest.raises(RuntimeError):
+        store_kv(randn(2, 2, 5), randn(2, 2, 5), keys, values, View(torch.tensor([4, 5]), []))
+    with pytest.raises(RuntimeError):
+        attention(randn(1, 3, 2), keys, values, viewed([(1, 2)], [[1]], 4))
+    with pytest.raises(IndexError):
+        store_kv(randn(1, 2, 2), randn(1, 2, 2), keys, values, View(torch.tensor([12]), []))
 
 
 def test_a_mask_shorter_than_the_vocabulary_is_refused():

@@ -134,6 +134,43 @@ def test_an_answer_in_bfloat16_is_sane_text():
     assert 5 < len(output.text.split()) and len(set(output.token_ids)) > 15
 
 
+# ---------------------------------------------------------------- many requests
+
+
+@pytest.mark.parametrize("blocks", [1000, 80])
+def test_all_prompts_at_once_in_chunks_give_the_same_tokens(blocks):
+    """20 requests share steps of 64 tokens; a pool for one long request preempts others."""
+    memory = (blocks + 1) * 16 * 46_080  # bytes a token in float32
+    engine = Engine(
+        dtype="float32", device="cpu", max_len=800, max_running=20, budget=64, kv_memory=memory
+    )
+    requests = [engine.add(entry["prompt"], GREEDY) for entry in PROMPTS.values()]
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+    for request, (name, entry) in zip(requests, PROMPTS.items()):
+        tokens = request.output
+        assert tokens == entry["tokens"], f"{name} at {first_difference(tokens, entry)}"
+    assert engine.manager.held == 0 and engine.counts.reused_tokens > 0
+    assert (engine.counts.preemptions > 0) == (blocks == 80)
+    assert engine.counts.steps > len(PROMPTS["long chat"]["ids"]) // 64 + 64
+
+
+def test_the_second_turn_of_a_chat_finds_the_first(engine):
+    cold = Engine(dtype="float32", device="cpu", max_len=1024, max_running=1, prefix_cache=False)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    messages = [{"role": "user", "content": "Name three rivers of Europe, with a fact of each."}]
+    for turn, question in enumerate(("Which of them is the longest?", "And the shortest?")):
+        (output,), (other,) = engine.generate(messages, params), cold.generate(messages, params)
+        assert output.token_ids == other.token_ids
+        assert other.usage["cached_tokens"] == 0
+        if turn:
+            assert output.usage["cached_tokens"] > known  # blocks of the answer too
+        known = output.usage["prompt_tokens"]
+        messages += [{"role": "assistant", "content": output.text}]
+        messages += [{"role": "user", "content": question}]
+
+
 # ---------------------------------------------------------------- the door: where it comes from
 
 

@@ -393,6 +393,7 @@ class Model:
         take.finish()
         frequencies, self.rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self.frequencies = frequencies.to(device)
+        kernels.keep_freed_memory()  # only now: what loading used is given back
         self.nbytes = take.nbytes
         self.read_bytes = self._read_bytes()
 

@@ -25,11 +25,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "golden")]
 
-import torch  # noqa: E402
+import generate  # noqa: E402  before torch: it says how threads wait
 
-import generate  # noqa: E402
 import kv_cache  # noqa: E402
 import model  # noqa: E402
+import torch  # noqa: E402
 from generate import Engine, SamplingParams  # noqa: E402
 
 
@@ -225,9 +225,7 @@ def serve(args):
     with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
         workers = {"octavo": Worker(ours, log)}
         if args.vllm:
-            from test_real import write_folder
-
-            write_folder(model.load(model.find(None, say=print)[0]), Path(folder))
+            folder = str(write_checkpoint(Path(folder) / "model"))
             script = str(HERE / "bench_vllm.py")
             workers["vllm"] = Worker([args.vllm, script, folder], log)
         seconds = {name: {case: [] for case in cases} for name in workers}
@@ -264,6 +262,18 @@ def serve(args):
             f" {workers['vllm'].ready_s / workers['octavo'].ready_s:.0f} times as fast"
         )
     print(json.dumps({"workload": args.workload, "seed": args.seed, **found}))
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """The default model's weights as a folder that vLLM reads."""
+    from test_real import write_folder
+
+    checkpoint = model.load(model.find(None, say=print)[0])
+    write_folder(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _serve_line(number: str, name: str, output: int, by: dict[str, float]):

@@ -82,61 +82,6 @@ class Event:
 
 
 @dataclass
-class StepRecord:
-    """What a step was made of, for whoever watches: a progress bar, a timeline."""
-
-    began: float
-    parts: list[tuple[Request, int, int]]  # request, first position, rows
-    preempted: list[Request]  # to make room for it
-    ended: float = 0.0
-    sampled: int = 0  # tokens that came out
-
-    @property
-    def prompt_rows(self) -> int:
-        """Rows that are no decodes: prompt tokens, and what is computed again."""
-        return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
-
-    @property
-    def rows(self) -> int:
-        return sum(n for _, _, n in self.parts)
-
-
-@dataclass
-class Counts:
-    """Sums over an engine's steps."""
-
-    steps: int = 0
-    rows: int = 0
-    prompt_tokens: int = 0  # computed, those after a preemption again
-    output_tokens: int = 0
-    admitted_tokens: int = 0  # of prompts that began to run
-    reused_tokens: int = 0  # of these, found in the cache
-    preemptions: int = 0
-    prompt_s: float = 0.0  # in steps of mostly prompt tokens
-    prompt_rows: int = 0  # in those steps
-
-    def add(self, record: StepRecord):
-        self.steps += 1
-        self.rows += record.rows
-        self.prompt_tokens += record.prompt_rows
-        self.output_tokens += record.sampled
-        self.preemptions += len(record.preempted)
-        if record.prompt_rows >= max(32, 0.75 * record.rows):
-            self.prompt_s += record.ended - record.began
-            self.prompt_rows += record.rows
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that were found in the cache."""
-        return self.reused_tokens / self.admitted_tokens if self.admitted_tokens else 0.0
-
-    def saved_s(self, tokens: int) -> float:
-        """What computing so many prompt tokens would have taken, at the pace so far; 0 if no
-        step had enough of them to tell."""
-        return tokens * self.prompt_s / self.prompt_rows if self.prompt_rows else 0.0
-
-
-@dataclass
 class Output:
     """A finished sample. token_ids include the stop id; text includes neither it nor a stop."""
 
@@ -751,6 +696,61 @@ class Stream:
 
 
 # ---------------------------------------------------------------- where the time went
+
+
+@dataclass
+class StepRecord:
+    """What a step was made of, for whoever watches: a progress bar, a timeline."""
+
+    began: float
+    parts: list[tuple[Request, int, int]]  # request, first position, rows
+    preempted: list[Request]  # to make room for it
+    ended: float = 0.0
+    sampled: int = 0  # tokens that came out
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows that are no decodes: prompt tokens, and what is computed again."""
+        return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
+
+    @property
+    def rows(self) -> int:
+        return sum(n for _, _, n in self.parts)
+
+
+@dataclass
+class Counts:
+    """Sums over an engine's steps."""
+
+    steps: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0  # computed, those after a preemption again
+    output_tokens: int = 0
+    admitted_tokens: int = 0  # of prompts that began to run
+    reused_tokens: int = 0  # of these, found in the cache
+    preemptions: int = 0
+    prompt_s: float = 0.0  # in steps of mostly prompt tokens
+    prompt_rows: int = 0  # in those steps
+
+    def add(self, record: StepRecord):
+        self.steps += 1
+        self.rows += record.rows
+        self.prompt_tokens += record.prompt_rows
+        self.output_tokens += record.sampled
+        self.preemptions += len(record.preempted)
+        if record.prompt_rows >= max(32, 0.75 * record.rows):
+            self.prompt_s += record.ended - record.began
+            self.prompt_rows += record.rows
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the cache."""
+        return self.reused_tokens / self.admitted_tokens if self.admitted_tokens else 0.0
+
+    def saved_s(self, tokens: int) -> float:
+        """What computing so many prompt tokens would have taken, at the pace so far; 0 if no
+        step had enough of them to tell."""
+        return tokens * self.prompt_s / self.prompt_rows if self.prompt_rows else 0.0
 
 
 def timings(request: Request) -> dict[str, float]:

@@ -3,6 +3,7 @@
     python tests/bench.py decode        tokens/s against transformers' generate(), same weights
     python tests/bench.py serve         32 requests at once: throughput, and the start
     python tests/bench.py serve --vllm VENV/bin/python      in turns with vLLM (see bench_vllm.py)
+    python tests/bench.py serve --profile   where a step of 32 decodes goes
     python tests/bench.py serve --workload nano             nano-vllm's 256 requests, for a GPU
     python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
@@ -76,7 +77,7 @@ def decode(args):
     checkpoint = model.load(path)
     most = args.prompt_tokens + args.tokens
     engine = Engine(
-        checkpoint, device="cpu", dtype=args.dtype, max_len=most, max_running=1,
+        checkpoint, device="cpu", dtype=args.dtype, max_len=most, max_running=1, prefix_cache=False,
         budget=max(512, args.prompt_tokens),
     )  # fmt: skip
     llama = make_real.reference(checkpoint).to(engine.dtype)
@@ -207,6 +208,8 @@ class Worker:
 def serve(args):
     if args.rate:
         return delays(args)
+    if args.profile:
+        return profile(args)
     work = workload(args.workload, args.seed)
     prompt, output = sum(map(len, work["prompts"])), sum(work["outputs"])
     print(
@@ -282,6 +285,61 @@ def _serve_line(number: str, name: str, output: int, by: dict[str, float]):
         f"{64 / by['alone']:>13.1f}{by['prefill']:>19.2f} s",
         flush=True,
     )
+
+
+def profile(args, steps: int = 30):
+    """Milliseconds of a decode step by what it is spent on: the same workload, a third done."""
+    engine = Engine(
+        device=args.device, dtype=args.dtype, threads=args.threads, max_len=2048,
+        prefix_cache=False, **({"budget": args.budget} if args.budget else {}),
+    )  # fmt: skip
+    work = workload(args.workload, args.seed)
+    params = SamplingParams(max_tokens=400, temperature=0.6, top_k=0, top_p=1.0, ignore_eos=True)
+    for prompt in work["prompts"]:
+        engine.add(prompt, params)
+    while engine.scheduler.waiting or any(r.behind > 1 for r in engine.scheduler.running):
+        engine.step()
+    spent: dict[str, float] = {}
+
+    def timed(owner, name: str, label: str):
+        inner = getattr(owner, name)
+
+        def call(*arguments, **named):
+            started = time.perf_counter()
+            try:
+                return inner(*arguments, **named)
+            finally:
+                spent[label] = spent.get(label, 0.0) + time.perf_counter() - started
+
+        setattr(owner, name, call)
+
+    kernels = generate.models.kernels
+    for owner, name, label in (
+        (kernels, "linear", "linear layers and logits"),
+        (kernels, "attention", "attention"),
+        (kernels, "store_kv", "storing keys and values"),
+        (kernels, "rms_norm", "norms"),
+        (kernels, "rope", "rope"),
+        (kernels, "silu_mul", "silu"),
+        (generate, "sample", "sampling"),
+        (engine.scheduler, "plan", "plan and commit"),
+        (engine.scheduler, "commit", "plan and commit"),
+        (engine.cache, "prepare", "rows and views"),
+    ):
+        timed(owner, name, label)
+    started = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    whole = time.perf_counter() - started
+    spent["everything else"] = whole - sum(spent.values())
+    rows = len(engine.scheduler.running)
+    length = statistics.mean(r.computed for r in engine.scheduler.running)
+    print(f"a step of {rows} decodes, {length:.0f} tokens each: {1e3 * whole / steps:.1f} ms\n")
+    for label, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        share = seconds / whole
+        print(
+            f"{label:<26}{1e3 * seconds / steps:>6.1f} ms {share:>5.0%}  {'#' * round(50 * share)}"
+        )
 
 
 # ---------------------------------------------------------------- requests that arrive
@@ -434,6 +492,7 @@ def main():
     add.add_argument("--workload", choices=WORKLOADS, default="small")
     add.add_argument("--vllm", help="the Python of an environment that has vLLM")
     add.add_argument("--rounds", type=int, default=3)
+    add.add_argument("--profile", action="store_true", help="where a step of decodes goes")
     add.add_argument("--rate", type=float, default=0, help="arrivals a second: measures delays")
     add.add_argument("--requests", type=int, default=40, help="with --rate (default 40)")
     add.add_argument("--seed", type=int, default=0)

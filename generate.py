@@ -166,12 +166,16 @@ class Engine:
         specs = self.config.specs
         self.bytes_per_token = kv_cache.bytes_per_token(specs, self.dtype.itemsize)
         blocks, self.max_len = self._fit(kv_memory, block_size, max_len)
-        groups = len(set(specs))
+        try:
+            self.cache = paged.PagedCache(
+                specs, blocks, block_size, budget, max_running, self.device, self.dtype
+            )
+        except (RuntimeError, MemoryError):
+            gib = blocks * block_size * self.bytes_per_token / 2**30
+            raise ValueError(f"there is no memory for a cache of {gib:,.1f} GiB") from None
+        groups = len(self.cache.groups)
         self.manager = paged.BlockManager(blocks, block_size, groups, prefix_cache, reserve)
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
-        self.cache = paged.PagedCache(
-            specs, blocks, block_size, budget, max_running, self.device, self.dtype
-        )
         self.seed = seed
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step

@@ -1578,6 +1578,7 @@ def test_a_checkpoint_without_template_takes_no_messages():
         ({"max_len": 257}, "max_len 257.*256"),
         ({"kv_memory": 0}, "kv_memory 0"),
         ({"kv_memory": 1000}, "kv_memory 1,000 bytes.*16 tokens, 4,096 bytes"),
+        ({"kv_memory": 2**60}, "no memory for a cache of 1,073,741,824.0 GiB"),
         ({"block_size": 24}, "block_size 24"),
         ({"block_size": 4}, "block_size 4"),
         ({"policy": "lifo"}, "policy 'lifo'"),

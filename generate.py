@@ -37,6 +37,7 @@ import operator
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -45,6 +46,7 @@ import time
 import unicodedata
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
@@ -317,7 +319,7 @@ class Engine:
                 self.counts.admitted_tokens += request.prompt_tokens
                 self.counts.reused_tokens += request.reused
         parts = [(request, request.computed, n) for request, n in plan]
-        return StepRecord(now, parts, list(self.scheduler.preempted))
+        return StepRecord(now, parts, list(self.scheduler.preempted), self.manager.held)
 
     def _computed(self, plan):
         if self.device.type == "cuda":
@@ -709,6 +711,7 @@ class StepRecord:
     began: float
     parts: list[tuple[Request, int, int]]  # request, first position, rows
     preempted: list[Request]  # to make room for it
+    held: int  # blocks, while it ran
     ended: float = 0.0
     sampled: int = 0  # tokens that came out
 
@@ -733,6 +736,7 @@ class Counts:
     admitted_tokens: int = 0  # of prompts that began to run
     reused_tokens: int = 0  # of these, found in the cache
     preemptions: int = 0
+    most_held: int = 0  # blocks
     prompt_s: float = 0.0  # in steps of mostly prompt tokens
     prompt_rows: int = 0  # in those steps
 
@@ -742,6 +746,7 @@ class Counts:
         self.prompt_tokens += record.prompt_rows
         self.output_tokens += record.sampled
         self.preemptions += len(record.preempted)
+        self.most_held = max(self.most_held, record.held)
         if record.prompt_rows >= max(32, 0.75 * record.rows):
             self.prompt_s += record.ended - record.began
             self.prompt_rows += record.rows
@@ -1665,36 +1670,56 @@ def read_job(text: str, number: int, raw: bool = False, system: str | None = Non
     A line that cannot be read is a Job with an `error`; what only the engine can refuse is not.
     """
     job = Job(number, number, "own")
+    if not text.startswith("{"):
+        job.prompt = _unquoted(text) if raw else _messages(system, _unquoted(text))
+        return job
     try:
-        if not text.startswith("{"):
-            plain = json.loads(text) if re.fullmatch(r'".*"', text) else text
-            job.prompt = plain if raw else _messages(system, plain)
-            return job
-        entry = json.loads(text)
+        entry = json.loads(text, parse_constant=_no_constant)
         batch = "custom_id" in entry or "url" in entry or "body" in entry
         job.id = entry.pop("custom_id" if batch else "id", number)
         job.kind = "chat" if batch else "own"
         _read_batch(job, entry) if batch else _read_own(job, entry)
+        talk = isinstance(job.prompt, list) and job.prompt and type(job.prompt[0]) is dict
+        if talk and system is not None and job.prompt[0].get("role") != "system":
+            job.prompt = [*_messages(system, "")[:1], *job.prompt]
     except json.JSONDecodeError as error:
         job.error = f"not JSON: {error}"
+    except RecursionError:
+        job.error = "nested too deeply"
     except ValueError as error:
         job.error = str(error)
     return job
 
 
+def _unquoted(text: str) -> str:
+    """A line that is one JSON string is what the string says: so a prompt can have lines."""
+    try:
+        value = json.loads(text) if text.startswith('"') else text
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, str) else text
+
+
+def _no_constant(name: str):
+    raise ValueError(f"not JSON: {name}")
+
+
 def _read_own(job: Job, entry: dict):
+    entry = {name: value for name, value in entry.items() if value is not None}
     _take_prompt(job, entry, [name for name in ("prompt", "messages") if name in entry])
     job.template = _object(entry, "template")
-    job.arrival_s = entry.pop("arrival_s", 0)
-    if type(job.arrival_s) not in (int, float) or not 0 <= job.arrival_s <= 1e6:
-        raise ValueError(f"arrival_s {job.arrival_s!r} is not a number of seconds up to 1e6")
+    arrival_s = entry.pop("arrival_s", 0)
+    if type(arrival_s) not in (int, float) or not 0 <= arrival_s <= 1e6:
+        raise ValueError(f"arrival_s {arrival_s!r} is not a number of seconds up to 1e6")
     _take_fields(job, entry)
+    job.arrival_s = arrival_s  # a line that is refused is refused at once
 
 
 def _read_batch(job: Job, entry: dict):
     """OpenAI's batch format; of the body, vLLM's further fields too."""
     method, url, body = (entry.pop(name, None) for name in ("method", "url", "body"))
-    if entry or method != "POST" or url not in URLS or not isinstance(body, dict):
+    known = isinstance(url, str) and url in URLS
+    if entry or method != "POST" or not known or not isinstance(body, dict):
         raise ValueError(
             f"method {method!r}, url {url!r}, other fields {sorted(entry)}: a line has custom_id,"
             f" method POST, url {' or '.join(URLS)}, and a body"
@@ -1704,7 +1729,9 @@ def _read_batch(job: Job, entry: dict):
     _take_prompt(job, body, ["messages" if job.kind == "chat" else "prompt"])
     job.template = _object(body, "chat_template_kwargs")
     if "tools" in body:
-        job.template["tools"] = body.pop("tools")
+        job.template["tools"] = tools = body.pop("tools")
+        if not isinstance(tools, list):
+            raise ValueError(f"tools {tools!r} is not a list")
     if body.get("response_format") == {"type": "text"}:
         del body["response_format"]
     for name in ("stream", "echo"):
@@ -1713,10 +1740,11 @@ def _read_batch(job: Job, entry: dict):
     if "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
     if job.kind == "chat":
+        said = "logprobs" in body
         shown, top = body.pop("logprobs", False), body.pop("top_logprobs", 0)
         if shown not in (True, False):
             raise ValueError(f"logprobs {shown!r} is neither true nor false")
-        body |= {"logprobs": top} if shown else {}
+        body |= {"logprobs": top if shown else None} if shown or said else {}
     _take_fields(job, body)
 
 
@@ -1769,7 +1797,7 @@ def result(engine: Engine, job: Job, outputs: list[Output]) -> dict:
         "prompt_tokens_details": {"cached_tokens": first["cached_tokens"]},
     }
     body = {
-        "id": f"cmpl-{job.number}",
+        "id": f"{'chatcmpl' if job.kind == 'chat' else 'cmpl'}-{job.number}",
         "object": "chat.completion" if job.kind == "chat" else "text_completion",
         "created": int(time.time()),
         "model": engine.name,
@@ -1783,7 +1811,7 @@ def _failure(job: Job, message: str, code: int) -> dict:
     if job.kind == "own":
         return {"id": job.id, "error": message}
     kind = "invalid_request_error" if code == 400 else "server_error"
-    body = {"error": {"message": message, "type": kind, "code": code}}
+    body = {"error": {"message": message, "type": kind, "code": None}}
     return _batch_line(job, code, body, {"code": kind, "message": message})
 
 
@@ -1803,28 +1831,40 @@ def _choice(engine: Engine, kind: str, index: int, output: Output) -> dict:
     if output.logprobs is None:
         return choice
     if kind == "chat":
-
-        def entry(token: int, logprob: float) -> dict:
-            data = engine.bytes_of(token)
-            return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": [*data]}
-
-        choice["logprobs"] = {
-            "content": [
-                {**entry(one.id, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]}
-                for one in output.logprobs
-            ]
-        }
+        content = [
+            {
+                **_logprob(engine, one.id, one.logprob),
+                "top_logprobs": [_logprob(engine, *pair) for pair in one.top],
+            }
+            for one in output.logprobs
+        ]
+        choice["logprobs"] = {"content": content}
         return choice
-
-    def text(token: int) -> str:
-        return engine.bytes_of(token).decode(errors="replace")
-
+    decoder, offsets, length = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    for one in output.logprobs:
+        offsets.append(length)
+        length += len(decoder.decode(engine.bytes_of(one.id)))
     choice["logprobs"] = {
-        "tokens": [text(one.id) for one in output.logprobs],
+        "tokens": [_token(engine, one.id) for one in output.logprobs],
         "token_logprobs": [one.logprob for one in output.logprobs],
-        "top_logprobs": [{text(i): value for i, value in one.top} for one in output.logprobs],
+        "top_logprobs": [{_token(engine, i): x for i, x in one.top} for one in output.logprobs],
+        "text_offset": offsets,
     }
     return choice
+
+
+def _logprob(engine: Engine, token: int, logprob: float) -> dict:
+    data = engine.bytes_of(token)
+    return {"token": _token(engine, token), "logprob": logprob, "bytes": [*data]}
+
+
+def _token(engine: Engine, token: int) -> str:
+    """A token's text: a special one's name, and bytes that are no text on their own in hex."""
+    data = engine.bytes_of(token)
+    try:
+        return data.decode() if data else engine.name_of(token)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Batch:
@@ -1835,11 +1875,10 @@ class Batch:
         self.jobs = deque(sorted(jobs, key=lambda job: job.arrival_s))
         self.total = len(jobs)
         self.open: dict[Request, Job] = {}  # first request of a job -> the job
-        self.done = self.failed = 0
+        self.done = self.failed = self.aborted = 0
         self.stopped = False
         self.times: list[dict[str, float]] = []
         self.waits: dict[str, int] = {}
-        self.most_held = 0
         self.started = time.perf_counter()
 
     def run(self, write, progress):
@@ -1851,10 +1890,12 @@ class Batch:
             if not scheduler.busy and self.jobs and not self.stopped:
                 ahead = self.jobs[0].arrival_s - (time.perf_counter() - self.started)
                 time.sleep(min(max(ahead, 0), 0.2))
-            self.engine.step()
-            self.most_held = max(self.most_held, self.engine.manager.held)
-            for request in [request for request in self.open if request.finished]:
-                self._finish(request, write)
+            ended = [event.request.family[0] for event in self.engine.step() if event.finish_reason]
+            if self.stopped:
+                ended = list(self.open)
+            for request in dict.fromkeys(ended):
+                if request in self.open and request.finished:
+                    self._finish(request, write)
 
     def stop(self):
         """End what runs; what has not begun is left out."""
@@ -1876,33 +1917,46 @@ class Batch:
                         isinstance(job.prompt, list) and job.prompt and type(job.prompt[0]) is dict
                     )
                     template = {**self.template, **job.template} if talk else job.template
-                    self.open[self.engine.add(job.prompt, params, template)] = job
+                    request = self.engine.add(job.prompt, params, template)
+                    self.open[request] = job
+                    if self.stopped:  # while it was tokenised
+                        self.engine.abort(request)
                     continue
             except ValueError as error:
                 job.error = str(error)
-            self.failed += 1
-            print(f"line {job.number}: {job.error}", file=sys.stderr, flush=True)
-            write(result(self.engine, job, []))
+            except RecursionError:
+                job.error = "nested too deeply"
+            self._fail(job, job.error, write, [])
 
     def _finish(self, request: Request, write):
         job = self.open.pop(request)
+        if "scheduled" not in request.stamps:
+            return  # stopped before it began
         outputs = [self.engine.output(one) for one in request.family]
-        write(result(self.engine, job, outputs))
-        if any(output.finish_reason == "error" for output in outputs):
-            self.failed += 1
-            print(f"line {job.number}: {outputs[0].stop_reason}", file=sys.stderr, flush=True)
+        reasons = {output.finish_reason for output in outputs}
+        if "error" in reasons:
+            bad = next(output for output in outputs if output.finish_reason == "error")
+            self._fail(job, str(bad.stop_reason), write, outputs)
         else:
-            self.done += 1
+            self.aborted += "abort" in reasons
+            self.done += "abort" not in reasons
+            write(result(self.engine, job, outputs))
         self.times += [output.timings for output in outputs]
         for reason, steps in request.waits.items():
             self.waits[reason] = self.waits.get(reason, 0) + steps
 
+    def _fail(self, job: Job, reason: str, write, outputs: list[Output]):
+        self.failed += 1
+        write(result(self.engine, job, outputs))
+        print(f"line {job.number}: {reason}", file=sys.stderr, flush=True)
+
     def summary(self) -> str:
         """Where the time went, over all requests."""
         counts, took = self.engine.counts, time.perf_counter() - self.started
-        left = self.total - self.done - self.failed
+        left = self.total - self.done - self.failed - self.aborted
         lines = [
             f"requests  {self.done:,} done, {self.failed:,} failed"
+            + (f", {self.aborted:,} stopped" if self.aborted else "")
             + (f", {left:,} not begun" if left else "")
             + f" in {took:.1f} s",
             f"tokens    {counts.admitted_tokens:,} prompt, {counts.output_tokens:,} output:"
@@ -1929,7 +1983,7 @@ class Batch:
         if counts.steps:
             lines.append(
                 f"steps     {counts.steps:,} of {counts.rows / counts.steps:.1f} rows,"
-                f" {counts.preemptions:,} preemptions; at most {self.most_held:,} of"
+                f" {counts.preemptions:,} preemptions; at most {counts.most_held:,} of"
                 f" {self.engine.manager.blocks:,} blocks held"
             )
         if self.waits:
@@ -1960,8 +2014,9 @@ class Timeline:
         self.file.write(comma + json.dumps({"pid": 0, **event}))
 
     def _slice(self, track: int, name: str, began: float, ended: float, **details):
-        at, took = 1e6 * (began - self.zero), 1e6 * max(ended - began, 0)
-        self._write(ph="X", name=name, tid=track, ts=round(at, 1), dur=round(took, 1), args=details)
+        at, end = (round(1e6 * (t - self.zero), 1) for t in (began, max(began, ended)))
+        dur = round(end - at, 1)  # of rounded ends: slices of a track touch and do not overlap
+        self._write(ph="X", name=name, tid=track, ts=at, dur=dur, args=details)
 
     def _track(self, request: Request) -> int:
         if request not in self.tracks:
@@ -1999,7 +2054,7 @@ class Timeline:
         counts = engine.counts
         counters = {
             "tokens a step": {"prompt": prompt, "decode": rows - prompt},
-            "blocks": {"held": engine.manager.held, "cached": engine.manager.cached},
+            "blocks": {"held": record.held, "cached": engine.manager.cached},
             "requests": {
                 "running": len(engine.scheduler.running), "waiting": len(engine.scheduler.waiting)
             },
@@ -2008,7 +2063,10 @@ class Timeline:
         for name, values in counters.items():
             self._write(ph="C", name=name, ts=at, args=values)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
         self.engine.watch = None
         self.file.write("\n]}\n")
         self.file.close()
@@ -2026,7 +2084,7 @@ SAMPLING = {  # SamplingParams' plain fields: type, help
     "repetition_penalty": (float, "above 1: avoid what was said"),
     "presence_penalty": (float, "avoid tokens already generated"),
     "frequency_penalty": (float, "the same, for each occurrence"),
-    "logprobs": (int, "with --json: log-probabilities, and of the N likeliest tokens"),
+    "logprobs": (int, "with --json or --prompts: log-probabilities, of the N likeliest too"),
     "n": (int, "samples of the prompt (default 1)"),
     "seed": (int, "draw other tokens (default: runs repeat themselves)"),
 }
@@ -2040,14 +2098,15 @@ A line of --prompts (- reads standard input) is a prompt as it is, or an object:
                       with id, priority, arrival_s, and sampling fields (max_tokens, ...)
   {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
                       OpenAI's batch format (vllm run-batch), or /v1/completions
-Flags are defaults for lines that do not say. Exit code 1 if a line failed.
+A line that is one JSON string is what the string says. Flags are defaults for lines that do
+not say. Exit code 1 if a line failed, 130 after Ctrl-C.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="generate.py",
-        usage="generate.py [--prompt TEXT] [flags]        --help lists the flags",
+        usage="generate.py [--prompt TEXT | --prompts FILE] [flags]   --help lists the flags",
         description="Answer a prompt and say where the time went. Without --prompt: a chat.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
@@ -2086,7 +2145,7 @@ def parser() -> argparse.ArgumentParser:
     add("--reserve", action="store_true", help="take the longest answer's blocks at admission")
     add("--trace", action="store_true", help="print the request's timeline")
     add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
-    add("--quiet", action="store_true", help="the answer only")
+    add("--quiet", action="store_true", help="the answer only (errors are still shown)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--demo", action="store_true", help="a tiny random model, a line a step: no download")
     return p
@@ -2113,7 +2172,7 @@ def main(argv: list[str] | None = None) -> int:
         params, template = SamplingParams(**_fields(args)), dict(args.template)
     except ValueError as error:
         p.error(str(error))
-    say, timeline = Say(args.quiet), None
+    say = Say(args.quiet)
     try:
         if args.demo:
             print(demo(), flush=True)
@@ -2128,15 +2187,14 @@ def main(argv: list[str] | None = None) -> int:
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
-        if args.timeline:
-            timeline = Timeline(args.timeline, engine)
-        if many:
-            return _prompts(engine, jobs, template, args, say)
-        if chat:
-            return _chat(engine, params, template, args, say)
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        prompt = text if args.raw else _messages(args.system, text)
-        return _answer(engine, prompt, params, template, args, say)
+        with Timeline(args.timeline, engine) if args.timeline else nullcontext():
+            if many:
+                return _prompts(engine, jobs, template, args, say)
+            if chat:
+                return _chat(engine, params, template, args, say)
+            text = sys.stdin.read() if args.prompt == "-" else args.prompt
+            prompt = text if args.raw else _messages(args.system, text)
+            return _answer(engine, prompt, params, template, args, say)
     except ValueError as error:
         say.done()
         print(f"generate.py: {error}", file=sys.stderr)
@@ -2150,9 +2208,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1
-    finally:
-        if timeline is not None:
-            timeline.close()
 
 
 def _open_streams():
@@ -2254,20 +2309,24 @@ class Say:
         )
         self.last, self.before = now, (counts.prompt_tokens, counts.output_tokens)
         ended = batch.done + batch.failed
-        filled = round(16 * ended / batch.total)
+        filled = round(8 * ended / batch.total)
         line = (
-            f"[{'#' * filled}{'.' * (16 - filled)}] {ended}/{batch.total}"
-            f"  {rate[0]:,.0f} in, {rate[1]:,.0f} out tokens/s"
-            f"  {len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
+            f"[{'#' * filled}{'.' * (8 - filled)}] {ended}/{batch.total}"
+            f"  {rate[0]:,.0f} in {rate[1]:,.0f} out tok/s"
+            f"  {len(scheduler.running)} run {len(scheduler.waiting)} wait"
             f"  {manager.held}/{manager.blocks} blocks  {counts.hit_rate:.0%} found"
         )
-        print("\r" + line.ljust(110) if terminal else line,
-              end="" if terminal else "\n", file=sys.stderr, flush=True)  # fmt: skip
+        if terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print("\r" + line[:width].ljust(width), end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
         self.open = terminal
 
     def done(self):
         if self.open:
-            print("\r" + " " * 110 + "\r", end="", file=sys.stderr, flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print("\r" + " " * width + "\r", end="", file=sys.stderr, flush=True)
         self.open = False
 
 
@@ -2303,7 +2362,8 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
 
 
 def _jobs(args) -> list[Job]:
-    text = sys.stdin.read() if args.prompts == "-" else Path(args.prompts).read_text("utf-8")
+    data = sys.stdin.buffer.read() if args.prompts == "-" else Path(args.prompts).read_bytes()
+    text = data.decode("utf-8-sig", "surrogateescape")  # a byte that is no UTF-8: its line's error
     lines = enumerate((line.strip() for line in text.split("\n")), 1)
     jobs = [read_job(line, number, args.raw, args.system) for number, line in lines if line]
     if not jobs:

@@ -2,8 +2,8 @@
 
 The idea      A contiguous cache must keep room for the longest answer a request may get, and
               most of it stays empty. Here the cache is a pool of blocks of S tokens; a request
-              has a block table, as a process has a page table, and takes a block when it
-              fills one. Blocks are counted, so several requests can hold the same one: the
+              has a block table, as a process has a page table, and takes the
+              next block when its last one is full. Blocks are counted, so several requests can hold the same one: the
               samples of a prompt share it, and a block that is full is remembered by what is
               in it and before it, so that the next prompt that begins the same way finds it.
 
@@ -551,8 +551,9 @@ def picture(block_size: int) -> str:
     leave(a, "ends")
     d = arrive("D", shared + list(range(500, 500 + size)))
     leave(c, "ends: c still holds their full block")
-    e = arrive("E", list(range(600, 600 + 5 * size)))
-    lines[-1] += "  evicts"
+    before = manager.cached
+    e = arrive("E", list(range(600, 600 + 6 * size)))
+    lines[-1] += f"   {before - manager.cached} evicted"
     for request in (d, e, child):
         names.pop(request)
         manager.release(request)

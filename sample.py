@@ -85,6 +85,8 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r}: each must be an integer")
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
+        if type(self.ignore_eos) is not bool:
+            raise ValueError(f"ignore_eos {self.ignore_eos!r} is neither true nor false")
         if self.cache_salt is not None and (
             type(self.cache_salt) is not str or not self.cache_salt
         ):

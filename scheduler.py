@@ -421,8 +421,8 @@ def picture(budget: int, blocks: int, static: bool) -> str:
     lines.append("blocks    " + "".join(DIGITS[n] for n in used))
     lines.append("")
     lines.append(
-        f"{steps} steps for {sum(tokens)} tokens: {sum(tokens) / steps:.1f} a step;"
-        f" {preempted} preemptions, {again} tokens computed again"
+        f"{steps} steps for {sum(tokens)} tokens ({again} of them computed again):"
+        f" {sum(tokens) / steps:.1f} a step; {preempted} preemptions"
     )
     reasons: dict[str, int] = {}
     for request in requests:
@@ -430,8 +430,8 @@ def picture(budget: int, blocks: int, static: bool) -> str:
             reasons[reason] = reasons.get(reason, 0) + count
     waits = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
     lines.append(f"the first of the queue waited for: {waits or 'nothing'} (steps)")
-    lines.append("A 6+14: prompt and output tokens   digit: prompt tokens, A to Z from 10 on")
-    lines.append("d: decode   .: waits   x: preempted, its tokens will be computed again")
+    lines.append("A 6+14: prompt and output tokens   digit: prompt tokens, after x those of the")
+    lines.append("answer too; A to Z from 10 on   d: decode   .: waits   x: preempted")
     return "\n".join(lines)
 
 

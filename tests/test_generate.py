@@ -1646,7 +1646,7 @@ def cli(folder, capsys, monkeypatch):
     """Run the command line in this process: exit code, standard output, standard error."""
 
     def call(*arguments, stdin: str | None = None):
-        typed = io.StringIO(stdin or "")
+        typed = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), "utf-8")
         monkeypatch.setattr(sys, "stdin", typed)
         common = ["--model", str(folder), "--device", "cpu", "--dtype", "float32"]
         try:

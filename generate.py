@@ -182,37 +182,50 @@ class Engine:
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
         self.step_lock = threading.Lock()  # held while a step runs
+        self.stepper: int | None = None  # the thread that runs it
         self.queue_lock = threading.Lock()  # ids are given in the order of the queue
         self.counts = Counts()
-        self.watch = None  # called after each step with a StepRecord
+        self.watch = None  # called after each step with a StepRecord; may not step itself
         self.load_s = time.perf_counter() - started
 
     # ---- one step, and what it is made of
 
     def step(self) -> list[Event]:
         """Let every planned request catch up by one forward pass."""
+        self._refuse_inside()
         with self.step_lock:
-            return self._reap() + self._step()
+            events = self._reap() + self._step()
+        self._reap_if_idle()  # what was doomed since
+        return events
+
+    def _refuse_inside(self):
+        """A step's own callbacks would wait for the lock that their thread holds."""
+        if self.stepper == threading.get_ident():
+            raise RuntimeError("called inside a step of the same engine, in the same thread")
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
         plan: list[tuple[Request, int]] = []
+        self.stepper = threading.get_ident()
         try:
             plan = self.scheduler.plan()
             if not plan:
                 return []
             record = self._scheduled(plan)
             events = self._run(plan)
+            record.ended = time.perf_counter()
+            record.sampled = sum(len(event.token_ids) for event in events)
+            self.counts.add(record)
         except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
             self._fail(plan, "interrupted")
             self.scheduler.repair()
             raise
-        record.ended = time.perf_counter()
-        record.sampled = sum(len(event.token_ids) for event in events)
-        self.counts.add(record)
-        if self.watch is not None:
-            self.watch(record)
-        return events
+        else:
+            if self.watch is not None:
+                self.watch(record)
+            return events
+        finally:
+            self.stepper = None
 
     def _run(self, plan) -> list[Event]:
         """Compute a plan and commit it. What fails is tried again request by request, since
@@ -304,11 +317,12 @@ class Engine:
 
     def _end(self, request: Request, finish: str, reason: str | None = None) -> list[Event]:
         """End a request from outside; its text up to here comes with the event."""
-        if request.finish_reason is not None:
+        if "released" in request.stamps:
             return []
         request.stream = request.stream or self._stream(request)  # a fork not yet complete
-        request.stream.stop_reason = reason
-        self.scheduler.abort(request, finish)
+        if request.finish_reason is None:  # else interrupted before its last event
+            request.stream.stop_reason = reason
+            self.scheduler.abort(request, finish)
         return [self._event(request, [])]
 
     def _scheduled(self, plan) -> "StepRecord":
@@ -398,9 +412,14 @@ class Engine:
 
     def _reap(self) -> list[Event]:
         events = []
-        while self.doomed:
-            for request in self.doomed.popleft().family:
-                events += self._end(request, "abort")
+        try:
+            while self.doomed:
+                for request in self.doomed[0].family:
+                    events += self._end(request, "abort")
+                self.doomed.popleft()
+        except BaseException:  # Ctrl-C
+            self.scheduler.repair()
+            raise
         return events
 
     def generate(self, prompts, params=None, template=None) -> list[Output]:
@@ -417,12 +436,12 @@ class Engine:
             for prompt, one in zip(prompts, each):
                 requests.append(self.add(prompt, one, template))
             for request in requests:
-                while not request.finished:
-                    self.receive(request)
+                while self.receive(request):
+                    pass
             return [self.output(one) for request in requests for one in request.family]
         finally:
-            for request in requests:
-                self.abort(request)
+            self.doomed += requests
+            self._reap_if_idle()
 
     def stream(self, prompt, params=None, template=None) -> "TextStream":
         """Pieces of one answer's text as they come; its `.output` is the whole afterwards."""
@@ -435,20 +454,25 @@ class Engine:
         return self.stream(prompt, params, template)
 
     def receive(self, request: Request) -> list[Event]:
-        """The next events of a request and its samples: steps until there are some.
+        """The next events of a request and its samples; none when it has ended and all are taken.
 
-        Whoever waits drives the engine, for everybody: events wait in their request's inbox.
+        Whoever waits drives the engine, for everybody, a step at a time: events wait in their
+        request's inbox.
         """
         inbox = request.stream.inbox
-        with self.step_lock:
-            self._reap()
-            while not inbox and not request.finished:
-                self._step()
+        self._refuse_inside()
+        while True:
+            with self.step_lock:
                 self._reap()
-            events = list(inbox)
-            inbox.clear()
-        self._reap_if_idle()  # what was doomed since
-        return events
+                if not inbox and not request.finished:
+                    self._step()
+                    self._reap()
+                events, over = list(inbox), request.finished
+                inbox.clear()
+            self._reap_if_idle()  # what was doomed since
+            if events or over:
+                return events
+            time.sleep(0)  # others take what is theirs
 
     def output(self, request: Request) -> Output:
         """What a request has produced so far."""
@@ -589,8 +613,8 @@ class TextStream:
         return self
 
     def __next__(self) -> str:
-        while not self.pieces and (self.request.stream.inbox or not self.request.finished):
-            self.pieces += [event.text for event in self.engine.receive(self.request) if event.text]
+        while not self.pieces and (events := self.engine.receive(self.request)):
+            self.pieces += [event.text for event in events if event.text]
         if self.output is not None or not self.pieces:
             self.close()
             raise StopIteration
@@ -601,8 +625,10 @@ class TextStream:
         """End the request if it runs still; `output` has what there is."""
         if self.output is None:
             self.engine.doomed.append(self.request)
-            with self.engine.step_lock:  # a step that is under way comes to its end first
-                self.engine._reap()
+            if self.engine.stepper != threading.get_ident():
+                with self.engine.step_lock:  # a step that is under way comes to its end first
+                    self.engine._reap()
+                self.engine._reap_if_idle()
             self.output = self.engine.output(self.request)
 
     def __del__(self):
@@ -2335,8 +2361,8 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
     if params.n > 1:
         request = engine.add(prompt, params, template)
         with Interrupt(lambda: engine.abort(request)):
-            while not request.finished:
-                engine.receive(request)
+            while engine.receive(request):
+                pass
         outputs = [engine.output(one) for one in request.family]
         result = {"samples": [dataclasses.asdict(output) for output in outputs]}
         if not args.json:

@@ -282,6 +282,10 @@ class Slots:
         held = {request.slot for request in running}
         self.free = [slot for slot in range(self.total)[::-1] if slot not in held]
 
+    @property
+    def held(self) -> int:
+        return self.total - len(self.free)
+
     def check(self, running):
         """Invariant 3: every slot is free, or named by one running request."""
         held = [request.slot for request in running if request.slot is not None]

@@ -2255,3 +2255,123 @@ def test_a_damaged_bandwidth_is_measured_again(kept, tmp_path, monkeypatch):
     (tmp_path / "bandwidth.json").write_text(json.dumps(damaged))
     assert first > 1e6 and generate.read_bandwidth(device) > 1e6
     assert json.loads((tmp_path / "bandwidth.json").read_text()) != damaged
+
+
+def test_the_end_of_a_text_is_not_lost_to_a_step_of_another_thread():
+    """A reader looked between the commit of the last token and its event: it saw an ended
+    request and an empty inbox, and left without the text."""
+    for read in (lambda engine, stream: "".join(stream), None):
+        engine = build()
+        stream = engine.stream([65, 66], greedy(1))
+        entered, go, commit = threading.Event(), threading.Event(), engine.scheduler.commit
+
+        def held_up(*given, commit=commit, stream=stream, entered=entered, go=go):
+            commit(*given)
+            if stream.request.finish_reason and not entered.is_set():
+                entered.set()
+                go.wait(5)
+
+        engine.scheduler.commit = held_up
+        other = threading.Thread(target=engine.generate, args=([67, 68], greedy(3)))
+        other.start()
+        entered.wait(5)
+        threading.Timer(0.1, go.set).start()
+        if read is not None:
+            assert read(engine, stream) == stream.output.text != ""
+        else:
+            while engine.receive(stream.request):
+                pass
+            assert engine.output(stream.request).timings["total_s"] > 0
+        other.join()
+
+
+def test_a_reader_whose_request_waits_does_not_hold_up_the_others():
+    """It kept the lock until its own first token, and everybody's text came at once."""
+    engine = build(max_running=1, max_len=256)
+    first, second = engine.stream([65, 66], greedy(60)), engine.stream([67, 68], greedy(3))
+    slowed(engine, 0.002)
+    next(first)
+    waiting = threading.Thread(target=lambda: list(second))
+    waiting.start()
+    stamps = [time.perf_counter() for _ in first]
+    waiting.join()
+    gaps = [b - a for a, b in zip(stamps, stamps[1:])]
+    assert max(gaps) < 0.5 * (stamps[-1] - stamps[0])
+
+
+def test_a_step_inside_a_step_is_refused_and_a_stream_closed_inside_one_ends_after_it():
+    engine = build()
+    stream = engine.stream([65], greedy(20))
+    next(stream)
+
+    def inside(record):
+        with pytest.raises(RuntimeError, match="inside a step"):
+            engine.generate([1], greedy(1))
+        with pytest.raises(RuntimeError, match="inside a step"):
+            engine.step()
+        stream.close()
+
+    engine.watch = inside
+    engine.generate([66], greedy(3))
+    engine.watch = None
+    assert stream.request.finish_reason == "abort"
+    assert engine.generate([67], greedy(2))[0].finish_reason == "length"
+    run(engine)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("where", ["release", "_leave", "_end"])
+def test_ctrl_c_while_an_abort_is_carried_out_leaves_nothing_torn(where):
+    """Blocks were lost, or the request ran on with nobody to end it."""
+    engine = build()
+    first, second = engine.add([1, 2], greedy(5)), engine.add([3, 4], greedy(5))
+    engine.step()
+    owner = {"release": engine.manager, "_leave": engine.scheduler, "_end": engine}[where]
+    whole = getattr(owner, where)
+
+    def interrupted(*given):
+        setattr(owner, where, whole)
+        raise KeyboardInterrupt
+
+    setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.abort(first)
+    run(engine)
+    assert first.finish_reason == "abort" and second.finish_reason == "length"
+    check_idle(engine)
+
+
+def test_ctrl_c_before_the_last_event_loses_no_text():
+    engine = build()
+    request = engine.add([65, 66], greedy(1))
+    whole = engine._event
+
+    def interrupted(*given):
+        engine._event = whole
+        raise KeyboardInterrupt
+
+    engine._event = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.receive(request)[-1].finish_reason == request.finish_reason == "length"
+    assert engine.output(request).text == engine.generate([65, 66], greedy(1))[0].text
+
+
+def test_an_abort_while_a_stream_is_closed_is_not_left_over():
+    engine = build()
+    stream, other = engine.stream([65, 66], greedy(30)), engine.add([67], greedy(30))
+    next(stream)
+    whole = engine._reap
+
+    def reap():
+        events = whole()
+        engine._reap = whole
+        thread = threading.Thread(target=engine.abort, args=(other,))
+        thread.start()
+        thread.join()
+        return events
+
+    engine._reap = reap
+    stream.close()
+    assert other.finish_reason == "abort"
+    check_idle(engine)

@@ -1272,14 +1272,14 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "                events, over = list(inbox), request.finished",
         "                events, over = list(inbox), True",
         "1: a reader leaves before its request has ended",
-        "tests/test_generate.py -k greedy_in_chunks",
+        "tests/test_generate.py -k reader_whose_request_waits",
     ),
     (
         "generate.py",
         "            time.sleep(0)  # others take what is theirs",
         "            break",
         "1: a reader takes one step and leaves without its events",
-        "tests/test_generate.py -k greedy_in_chunks",
+        "tests/test_generate.py -k reader_whose_request_waits",
     ),
     (
         "generate.py",

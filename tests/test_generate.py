@@ -2291,12 +2291,14 @@ def test_a_reader_whose_request_waits_does_not_hold_up_the_others():
     first, second = engine.stream([65, 66], greedy(60)), engine.stream([67, 68], greedy(3))
     slowed(engine, 0.002)
     next(first)
-    waiting = threading.Thread(target=lambda: list(second))
+    pieces = []
+    waiting = threading.Thread(target=lambda: pieces.extend(second))
     waiting.start()
     stamps = [time.perf_counter() for _ in first]
     waiting.join()
     gaps = [b - a for a, b in zip(stamps, stamps[1:])]
     assert max(gaps) < 0.5 * (stamps[-1] - stamps[0])
+    assert len(second.output.token_ids) == 3 and "".join(pieces) == second.output.text
 
 
 def test_a_step_inside_a_step_is_refused_and_a_stream_closed_inside_one_ends_after_it():

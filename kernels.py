@@ -211,8 +211,13 @@ def _places(table: list[int], length: int, block_size: int, device) -> slice | T
     table = table[: -(-length // block_size)]
     if table == list(range(table[0], table[0] + len(table))):
         return slice(table[0] * block_size, table[0] * block_size + length)
-    blocks = torch.tensor(table, device=device)[:, None] * block_size
-    return (blocks + torch.arange(block_size, device=device)).flatten()[:length]
+    return _all_places(torch.tensor(table, device=device), block_size)[:length]
+
+
+def _all_places(blocks: Tensor, block_size: int) -> Tensor:
+    """Places of all the tokens of blocks (..., b): (..., b * S)."""
+    offsets = torch.arange(block_size, device=blocks.device)
+    return (blocks[..., None] * block_size + offsets).flatten(-2)
 
 
 def _part(single: list[tuple[int, int, list[int]]], block_size: int, dtype, device) -> Part:
@@ -224,8 +229,7 @@ def _part(single: list[tuple[int, int, list[int]]], block_size: int, dtype, devi
     rows = torch.tensor([row for _, row, _ in single], device=device)
     blocks = -(-single[-1][0] // block_size)
     padded = [table[:blocks] + [0] * (blocks - len(table)) for _, _, table in single]
-    places = torch.tensor(padded, device=device)[:, :, None] * block_size
-    places = (places + torch.arange(block_size, device=device)).flatten(1)  # (b, N)
+    places = _all_places(torch.tensor(padded, device=device), block_size)  # (b, N)
     beyond = torch.arange(places.shape[1], device=device) >= lengths
     places = torch.where(beyond, places[:, :1], places)
     mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill(beyond, -torch.inf)

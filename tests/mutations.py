@@ -485,8 +485,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    return (blocks + torch.arange(block_size, device=device)).flatten()[:length]",
-        "    return (blocks + torch.arange(block_size, device=device)).flatten()[: length + 1]",
+        "    return _all_places(torch.tensor(table, device=device), block_size)[:length]",
+        "    return _all_places(torch.tensor(table, device=device), block_size)[: length + 1]",
         "4: a request attends to the place behind its last token",
         "tests/test_kernels.py -k test_blocks_that_follow_each_other_are_a_slice",
     ),

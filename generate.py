@@ -97,7 +97,7 @@ class Output:
 
 
 BUDGET, MAX_RUNNING = 512, 64
-MOST_BUDGET, MOST_RUNNING = 2**20, 2**16
+MOST = {"budget": 2**20, "max_running": 2**16, "threads": 1024}
 
 
 class Engine:
@@ -147,20 +147,15 @@ class Engine:
     ):
         started = time.perf_counter()
         self.say = say or (lambda line: None)
-        limits = {"kv_memory": kv_memory, "max_len": max_len, "threads": threads}
-        numbers = {"block_size": block_size, "budget": budget, "max_running": max_running}
-        for name, value in {**limits, **numbers, "seed": seed}.items():
-            if type(value) is not int and (value is not None or name not in limits):
+        optional = {"kv_memory": kv_memory, "max_len": max_len, "threads": threads}
+        given = {name: value for name, value in optional.items() if value is not None}
+        given |= {"block_size": block_size, "budget": budget, "max_running": max_running}
+        for name, value in {**given, "seed": seed}.items():
+            if type(value) is not int:
                 raise ValueError(f"{name} {value!r} is not an integer")
-        for name, value, most in (
-            ("max_running", max_running, MOST_RUNNING),
-            ("budget", budget, MOST_BUDGET),
-        ):
-            if not 1 <= value <= most:
-                raise ValueError(f"{name} {value} is not from 1 to {most:,}")
+            if name in MOST and not 1 <= value <= MOST[name]:
+                raise ValueError(f"{name} {value} is not from 1 to {MOST[name]:,}")
         if threads is not None:
-            if not 1 <= threads <= 1024:
-                raise ValueError(f"threads {threads} is not between 1 and 1024")
             torch.set_num_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
@@ -257,7 +252,7 @@ class Engine:
     def _fail(self, plan, reason: str) -> list[Event]:
         """End what a step had planned, forks too; the others go on."""
         reason = (reason.strip() or "the step failed").splitlines()[0]
-        members = dict.fromkeys(one for request, _ in plan for one in request.family)
+        members = [one for request, _ in plan for one in request.family]
         return [event for request in members for event in self._end(request, "error", reason)]
 
     def _fork(self, plan):
@@ -508,6 +503,9 @@ class Engine:
         self.tokenizer = self.template = None
         if checkpoint.tokenizer is not None:
             self.tokenizer = build_tokenizer(checkpoint.tokenizer)
+        self.tokens = (
+            self.tokenizer.tokens if self.tokenizer is not None else []
+        )  # bytes of each id
         if checkpoint.template is not None and self.tokenizer is not None:
             special = checkpoint.tokenizer.get("special_tokens", {})
             self.template = ChatTemplate(checkpoint.template, special)
@@ -529,8 +527,7 @@ class Engine:
         params = request.params
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.stop_ids)
         room = min(params.max_tokens, self.max_len - request.prompt_tokens)
-        tokens = self.tokenizer.tokens if self.tokenizer is not None else []
-        stream = Stream(tokens, stops, params.stop, room)
+        stream = Stream(self.tokens, stops, params.stop, room)
         first = request.family[0].stream
         stream.inbox = deque() if first is None else first.inbox  # one for all samples
         return stream
@@ -563,10 +560,8 @@ class Engine:
         return blocks, min(fits, wanted)
 
     def _check_params(self, params: SamplingParams):
-        for name in ("stop_token_ids", "logit_bias"):
-            for i in getattr(params, name) or ():
-                if not 0 <= i < self.config.vocab:
-                    raise ValueError(f"{name}: {i} is not an id of 0 to {self.config.vocab - 1}")
+        self._check_ids(params.stop_token_ids, "stop_token_ids:")
+        self._check_ids(params.logit_bias or (), "logit_bias:")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop {list(params.stop)}: this checkpoint has no tokenizer")
 
@@ -576,14 +571,16 @@ class Engine:
                 f"the prompt has {len(ids):,} tokens; the most is {self.max_len - 1:,}"
                 f" (max_len {self.max_len:,}, less one to generate)"
             )
+        self._check_ids(ids, "prompt token")
+
+    def _check_ids(self, ids, what: str):
         for i in ids:
             if not 0 <= i < self.config.vocab:
-                raise ValueError(f"prompt token {i} is not an id of 0 to {self.config.vocab - 1}")
+                raise ValueError(f"{what} {i} is not an id of 0 to {self.config.vocab - 1}")
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token; nothing, for a special one."""
-        tokens = self.tokenizer.tokens if self.tokenizer is not None else []
-        return (tokens[token] if token < len(tokens) else None) or b""
+        return (self.tokens[token] if token < len(self.tokens) else None) or b""
 
     def name_of(self, reason: int | str) -> str:
         """A stop reason for people: the stop id's text, or the stop string."""

@@ -2217,7 +2217,7 @@ def test_an_engine_refuses_what_is_no_integer(name):
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**40])
 def test_threads_have_a_limit(threads):
     """Five thousand threads ran for a minute and said two words."""
-    with pytest.raises(ValueError, match="between 1 and 1024"):
+    with pytest.raises(ValueError, match="from 1 to 1,024"):
         build(threads=threads)
 
 

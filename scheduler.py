@@ -245,12 +245,12 @@ class Scheduler:
         step's plan it stands with the parent's n, so `commit` advances both alike.
         """
         assert request.samples > 1, f"request {request.id} has one sample, nothing to fork"
-        child = Request(request.id, list(request.tokens), request.params, request.seed)
-        child.index, child.family = index, request.family
-        child.priority, child.salt, child.most = request.priority, request.salt, request.most
-        child.prompt_tokens, child.reused = request.prompt_tokens, request.reused
-        child.computed = request.computed
-        child.stamps = dict(request.stamps)
+        child = Request(
+            request.id, list(request.tokens), request.params, request.seed, index=index,
+            priority=request.priority, salt=request.salt, most=request.most,
+            computed=request.computed, reused=request.reused, stamps=dict(request.stamps),
+        )  # fmt: skip
+        child.family = request.family
         child.family.append(child)
         self.manager.fork(request, child)
         insort(self.running, child, key=self.order)

@@ -198,8 +198,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "scheduler.py",
-        "        child.computed = request.computed",
-        "        child.computed = 0",
+        "            computed=request.computed,",
+        "            computed=0,",
         "3: a fork has computed nothing",
         "tests/test_scheduler.py -k three_samples_compute_their_prompt_once",
     ),

@@ -115,10 +115,11 @@ class Engine:
     max_running most requests at once, samples counted
     prefix_cache  whether a prompt finds what earlier ones have computed
     policy      "fcfs", or "priority": the smaller SamplingParams.priority goes first
-    static      admit nobody before the whole batch has ended: to be compared with
-    reserve     take the blocks for the longest answer at admission: to be compared with
-    seed        of requests that have none of their own
-    say         called with a line for people; progress with (layers loaded, layers)
+    static      admit nobody before the whole batch has ended (for comparison)
+    reserve     take the blocks for the longest answer at admission (for comparison)
+    seed        of requests that have none of their own, each mixed with its number
+    say         called with lines for people
+    progress    called with (layers loaded, layers) while the model loads
 
     ValueError, one sentence, for what cannot be loaded or does not fit.
     """
@@ -731,7 +732,7 @@ class Stream:
 class StepRecord:
     """What a step was made of, for whoever watches: a progress bar, a timeline."""
 
-    began: float
+    began: float  # seconds, as all stamps
     parts: list[tuple[Request, int, int]]  # request, first position, rows
     preempted: list[Request]  # to make room for it
     held: int  # blocks, while it ran
@@ -754,7 +755,7 @@ class Counts:
 
     steps: int = 0
     rows: int = 0
-    prompt_tokens: int = 0  # computed, those after a preemption again
+    prompt_tokens: int = 0  # computed; after a preemption, again
     output_tokens: int = 0
     admitted_tokens: int = 0  # of prompts that began to run
     reused_tokens: int = 0  # of these, found in the cache

@@ -10,7 +10,7 @@ The idea      A contiguous cache must keep room for the longest answer a request
 The data      tables   A  5 1 7        A's tokens 0..15 are in block 5, 16..31 in block 1, ...
                        B  5 1 2        B began like A: references of 5 and 1 are 2
               pool     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     block 0 is never handed out
-                        null AB  B       c   AB      A       c: cached, nobody holds it
+                        null AB  B       c   AB      A       c: cached, in no table
               index    hash(salt, ids 0..15) -> 5    hash(that, ids 16..31) -> 1    ...
               free     3 6             take: a free block, else evict the cached one whose
                                        turn it is (least recently used, tails before heads)
@@ -46,7 +46,7 @@ from kv_cache import LayerSpec, bytes_per_token, rows
 
 @dataclass(eq=False)
 class Entry:
-    """A full block in the prefix index: what is in it, and what came before."""
+    """A full block in the prefix index: the ids in it, and the entry of the block before."""
 
     key: int
     parent: "Entry | None"  # None: the block begins a prompt
@@ -177,12 +177,14 @@ class Pool:
         return len(self.free) + self.index.idle
 
     def take(self) -> int:
-        """A block for one table."""
+        """A block for one table to hold: a free one, else the one whose turn to go it is."""
         block = self.free.pop() if self.free else self.index.evict()
         self.references[block] = 1
         return block
 
     def hold(self, block: int):
+        """One more table has the block; `let_go`: one less. Held by none, a block that the index
+        knows stays cached, any other is free."""
         if self.references[block] == 0:
             self.index.hold(block)
         self.references[block] += 1

@@ -1,24 +1,24 @@
 """The scheduler: decide, before every forward pass, which tokens go into it.
 
 The idea      There is no prefill phase and no decode phase. A request knows its tokens and how
-              many of them have left their trace in the cache; a step lets it catch up. A new
-              request is many tokens behind, a decoding one is one behind, and one forward pass
-              carries them all, up to a budget of tokens. A long prompt is cut into chunks, so
-              that those who decode need not wait for it; who finishes makes room at once for
+              many of them have their keys and values in the cache; a step lets it catch up. A
+              new request is many tokens behind, a decoding one is one behind, and one forward
+              pass carries them all, up to a budget of tokens. A long prompt is cut into chunks,
+              so that those who decode need not wait for it; who finishes makes room at once for
               the next. When the cache is full, the youngest request gives its blocks up and
-              computes them again later: its tokens stay, and nobody sees a difference.
+              computes them again later: its tokens stay, and the answer is the same.
 
 The data      tokens:   | prompt ............................. | generated ... |
               Request:  |<- computed ->|<- this step: n ->|     (not yet seen)
                          KV is in cache    goes through the model now
               waiting --admit--> running --finish--> released
                  ^--------preempt-------'      both lists by (priority, arrival)
-              a step of budget 8:   A d   B d   C d   D 5 prompt tokens of 14   = 8 rows
+              a step of budget 8:   A 1   B 1   C 1 (decodes)   D 5 of 14 prompt tokens
               request, samples = 3:   prompt ......... last row --fork--> 3 requests
 
 Invariants    1. within a priority nobody overtakes: who waits came after all who run
               2. waiting: nothing held in the cache, computed == 0
-              3. running: 0 <= computed < len(tokens), and the manager holds computed tokens
+              3. running: 0 <= computed < len(tokens), and the manager has room for those
               4. tokens planned in a step <= budget; every step plans at least one (see `plan`)
               5. running requests, counting samples not yet forked, <= max_running
               6. the first in order always runs: it may take the blocks of all others, and what
@@ -211,6 +211,7 @@ class Scheduler:
             count += request.samples
 
     def _form_batch(self):
+        """Static: the next batch is as many of the queue as may run together."""
         self.batch, left = set(), self.max_running
         for request in self.waiting:
             left -= request.samples
@@ -296,8 +297,8 @@ class Scheduler:
         self.manager.release(request)
 
     def repair(self):
-        """Make a whole of what an interruption between two lines left: who runs does not wait,
-        who waits holds nothing, and the manager's books follow from the tables of who runs."""
+        """Restore the invariants after an interruption between two lines: who runs does not wait,
+        who waits holds nothing, and the manager has handed out what the running ones name."""
         self._queue()
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None]
         kept = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]

@@ -83,19 +83,15 @@ def layers(config: dict) -> list[LayerSpec]:
 
 def positive(config: dict, name: str, default: int | None = None) -> int:
     """A field that must be an integer above 0; absent or null is `default`, if there is one."""
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config: {name} is {value!r}, not an integer above 0")
-    return value
+    return number(config, name, default, (int,), "an integer")
 
 
-def number(config: dict, name: str, default: float | None = None) -> float:
-    """A field that must be a number above 0; absent or null is `default`, if there is one."""
+def number(config: dict, name: str, default=None, kinds=(int, float), what="a number") -> float:
+    """The same of a field that may be any number above 0."""
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"config: {name} is {value!r}, not a number above 0")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        raise ValueError(f"config: {name} is {value!r}, not {what} above 0")
     return value
 
 

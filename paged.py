@@ -503,7 +503,7 @@ def picture(block_size: int) -> str:
         f"a pool of {count} blocks of {size} tokens; a letter: who holds the block, *: cached,"
         " .: free",
         "",
-        f"{'':<54}" + "".join(f"{block:>4}" for block in range(1, count + 1)),
+        f"{'':<50}" + "".join(f"{block:>4}" for block in range(1, count + 1)),
     ]
 
     def cells() -> str:
@@ -517,7 +517,7 @@ def picture(block_size: int) -> str:
 
     def show(event: str):
         manager.check(list(names))
-        lines.append(f"{event:<54}{cells()}")
+        lines.append(f"{event:<50}{cells()}")
 
     def arrive(name: str, tokens: list[int], samples: int = 1):
         request = Holder(tokens, samples)
@@ -548,7 +548,7 @@ def picture(block_size: int) -> str:
     manager.fork(c, child)
     c.samples = 1
     names[child] = "c"
-    show("C's second sample c forks: its last block is a copy")
+    show("C's second sample c forks, its last block copied")
     leave(b, "ends: what it filled can be found again")
     leave(a, "ends")
     d = arrive("D", shared + list(range(500, 500 + size)))

@@ -297,6 +297,7 @@ def profile(args, steps: int = 30):
     params = SamplingParams(max_tokens=400, temperature=0.6, top_k=0, top_p=1.0, ignore_eos=True)
     for prompt in work["prompts"]:
         engine.add(prompt, params)
+    engine.step()
     while engine.scheduler.waiting or any(r.behind > 1 for r in engine.scheduler.running):
         engine.step()
     spent: dict[str, float] = {}

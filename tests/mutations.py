@@ -5,11 +5,14 @@ after, what it breaks, test file and names). They are exercises too: apply one b
 which invariant goes, and look which test says so.
 """
 
+import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -1462,17 +1465,24 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
 
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTATIONS if all(word in " ".join(m) for word in words)]
-    failed = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "octavo"
+    failed, jobs = 0, min(os.cpu_count() or 1, 4)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        folders: queue.Queue[Path] = queue.Queue()  # a copy of the project for each job
         ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache")
-        shutil.copytree(ROOT, folder, ignore=ignore)
-        for i, mutation in enumerate(chosen):
-            started = time.perf_counter()
-            survived = survives(folder, mutation)
+        for job in range(jobs):
+            folders.put(Path(temporary) / f"octavo{job}")
+            shutil.copytree(ROOT, Path(temporary) / f"octavo{job}", ignore=ignore)
+
+        def run(mutation) -> tuple[str | None, float]:
+            folder, started = folders.get(), time.perf_counter()
+            try:
+                return survives(folder, mutation), time.perf_counter() - started
+            finally:
+                folders.put(folder)
+
+        for i, (mutation, (survived, took)) in enumerate(zip(chosen, pool.map(run, chosen))):
             failed += survived is not None
             mark = "SURVIVED" if survived else "killed"
-            took = time.perf_counter() - started
             print(f"{i + 1:>3}/{len(chosen)} {mark:<9}{took:>5.1f} s  {mutation[0]}: {mutation[3]}")
             if survived:
                 print(f"      {mutation[1].strip()}  ->  {mutation[2].strip()}\n      {survived}")

@@ -2,10 +2,11 @@
 
 The idea      A contiguous cache must keep room for the longest answer a request may get, and
               most of it stays empty. Here the cache is a pool of blocks of S tokens; a request
-              has a block table, as a process has a page table, and takes the
-              next block when its last one is full. Blocks are counted, so several requests can hold the same one: the
-              samples of a prompt share it, and a block that is full is remembered by what is
-              in it and before it, so that the next prompt that begins the same way finds it.
+              has a block table, as a process has a page table, and takes the next block when
+              its last one is full. Blocks are counted, so several requests can hold the same
+              one: the samples of a prompt share it, and a block that is full is remembered by
+              what is in it and before it, so that the next prompt that begins the same way
+              finds it.
 
 The data      tables   A  5 1 7        A's tokens 0..15 are in block 5, 16..31 in block 1, ...
                        B  5 1 2        B began like A: references of 5 and 1 are 2
@@ -362,8 +363,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 class Buffer:
     """A tensor allocated once; `fill` writes a list into it and returns that much of it.
 
-    On a GPU the list goes through pinned memory, so that the copy need not be waited for; the
-    step before must be done by then, as it is once its sampled tokens have been read.
+    On a GPU the list goes through pinned memory, so that the copy need not be waited for. The
+    step before must be done by then: the engine waits for each (no GPU has run this yet).
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -493,76 +494,72 @@ class Holder:
     tables: list[list[int]] = field(default_factory=list)
 
 
-def picture(block_size: int) -> str:
-    """The pool, a line an event, and what is left empty in it."""
-    count, size = 12, block_size
-    manager = BlockManager(count, size)
-    shared = list(range(2 * size))  # the prompt that A, B and D begin with
-    names: dict[Holder, str] = {}
-    lines = [
-        f"a pool of {count} blocks of {size} tokens; a letter: who holds the block, *: cached,"
-        " .: free",
-        "",
-        f"{'':<50}" + "".join(f"{block:>4}" for block in range(1, count + 1)),
-    ]
+class Drawing:
+    """A pool of 12 blocks and those who hold them; a line an event."""
 
-    def cells() -> str:
-        holders = [[] for _ in range(count + 1)]
-        for request, name in names.items():
+    def __init__(self, size: int):
+        self.manager = BlockManager(12, size)
+        self.names: dict[Holder, str] = {}
+        self.lines: list[str] = []
+
+    def show(self, event: str):
+        self.manager.check(list(self.names))
+        holders = [[] for _ in range(self.manager.blocks + 1)]
+        for request, name in self.names.items():
             for block in request.tables[0]:
                 holders[block].append(name)
-        free = set(manager.pools[0].free)
+        free = set(self.manager.pools[0].free)
         marks = ["".join(h) or (".*"[b not in free]) for b, h in enumerate(holders)]
-        return "".join(f"{mark:>4}" for mark in marks[1:])
+        self.lines.append(f"{event:<50}" + "".join(f"{mark:>4}" for mark in marks[1:]))
 
-    def show(event: str):
-        manager.check(list(names))
-        lines.append(f"{event:<50}{cells()}")
-
-    def arrive(name: str, tokens: list[int], samples: int = 1):
+    def arrive(self, name: str, tokens: list[int], samples: int = 1) -> Holder:
         request = Holder(tokens, samples)
-        request.tables, request.computed = manager.match(tokens, None)
+        request.tables, request.computed = self.manager.match(tokens, None)
         found = request.computed
-        grown = manager.grow(request, len(tokens) - found)
-        assert grown, "the pool is too small for the picture"
-        names[request] = name
-        request.computed = len(tokens)
-        manager.commit(request)
-        show(f"{name}: {len(tokens)} tokens, {found} of them found")
+        self.names[request] = name
+        self.compute(request)
+        self.show(f"{name}: {len(tokens)} tokens, {found} of them found")
         return request
 
-    def leave(request, event: str):
-        name = names.pop(request)
-        manager.release(request)
-        show(f"{name} {event}")
+    def compute(self, request: Holder):
+        grown = self.manager.grow(request, len(request.tokens) - request.computed)
+        assert grown, "the pool is too small for the picture"
+        request.computed = len(request.tokens)
+        self.manager.commit(request)
 
-    a = arrive("A", shared + list(range(100, 100 + size // 2)))
-    b = arrive("B", shared + list(range(200, 200 + size)))
+    def leave(self, request: Holder, event: str):
+        self.manager.release(request)
+        self.show(f"{self.names.pop(request)} {event}")
+
+
+def picture(size: int) -> str:
+    """The pool, a line an event, and what is left empty in it."""
+    draw = Drawing(size)
+    shared = list(range(2 * size))  # the prompt that A, B and D begin with
+    a = draw.arrive("A", shared + list(range(100, 100 + size // 2)))
+    b = draw.arrive("B", shared + list(range(200, 200 + size)))
     a.tokens += list(range(300, 300 + size))
-    manager.grow(a, size)
-    a.computed = len(a.tokens)
-    manager.commit(a)
-    show(f"A has generated {size}: one block more")
-    c = arrive("C", list(range(400, 400 + size + size // 4)), samples=2)
+    draw.compute(a)
+    draw.show(f"A has generated {size}: one block more")
+    c = draw.arrive("C", list(range(400, 400 + size + size // 4)), samples=2)
     child = Holder(list(c.tokens), computed=c.computed)
-    manager.fork(c, child)
+    draw.manager.fork(c, child)
     c.samples = 1
-    names[child] = "c"
-    show("C's second sample c forks, its last block copied")
-    leave(b, "ends: what it filled can be found again")
-    leave(a, "ends")
-    d = arrive("D", shared + list(range(500, 500 + size)))
-    leave(c, "ends: c still holds their full block")
-    before = manager.cached
-    e = arrive("E", list(range(600, 600 + 6 * size)))
-    lines[-1] += f"   {before - manager.cached} evicted"
-    for request in (d, e, child):
-        names.pop(request)
-        manager.release(request)
-    manager.check([])
-    lines.append("")
-    lines += waste(size)
-    return "\n".join(lines)
+    draw.names[child] = "c"
+    draw.show("C's second sample c forks, its last block copied")
+    draw.leave(b, "ends: what it filled can be found again")
+    draw.leave(a, "ends")
+    draw.arrive("D", shared + list(range(500, 500 + size)))
+    draw.leave(c, "ends: c still holds their full block")
+    before = draw.manager.cached
+    draw.arrive("E", list(range(600, 600 + 6 * size)))
+    draw.lines[-1] += f"   {before - draw.manager.cached} evicted"
+    head = [
+        f"a pool of 12 blocks of {size} tokens; a letter: who holds the block, *: cached, .: free",
+        "",
+        f"{'':<50}" + "".join(f"{block:>4}" for block in range(1, 13)),
+    ]
+    return "\n".join([*head, *draw.lines, "", *waste(size)])
 
 
 def waste(size: int) -> list[str]:

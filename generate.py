@@ -117,6 +117,8 @@ class Engine:
     policy      "fcfs", or "priority": the smaller SamplingParams.priority goes first
     static      admit nobody before the whole batch has ended (for comparison)
     reserve     take the blocks for the longest answer at admission (for comparison)
+    graphs      pad decode steps to a few sizes, which a GPU records once and replays (default:
+                on a GPU); elsewhere the same padded steps are computed as ever
     seed        of requests that have none of their own, each mixed with its number
     say         called with lines for people
     progress    called with (layers loaded, layers) while the model loads
@@ -142,6 +144,7 @@ class Engine:
         policy: str = "fcfs",
         static: bool = False,
         reserve: bool = False,
+        graphs: bool | None = None,
         seed: int = 0,
         say=None,
         progress=None,
@@ -161,16 +164,15 @@ class Engine:
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self._load(model, revision, load, progress)
-        specs = self.config.specs
-        self.bytes_per_token = kv_cache.bytes_per_token(specs, self.dtype.itemsize)
-        blocks, self.max_len = self._fit(kv_memory, block_size, max_len)
-        try:
-            self.cache = paged.PagedCache(
-                specs, blocks, block_size, budget, max_running, self.device, self.dtype
-            )
-        except (RuntimeError, MemoryError):
-            gib = blocks * block_size * self.bytes_per_token / 2**30
-            raise ValueError(f"there is no memory for a cache of {gib:,.1f} GiB") from None
+        self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
+        on_gpu = self.device.type == "cuda"
+        self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        graphs = on_gpu if graphs is None else graphs
+        self.forward = self.model.graphs(self._logits, min(budget, max_running) if graphs else 0)
+        blocks, self.max_len = self._fit(kv_memory, block_size, max_len, budget, max_running)
+        self.cache = self._cache(blocks, block_size, budget, max_running)
+        with self.on_device, torch.inference_mode():
+            self.forward.record(self.cache)
         groups = len(self.cache.groups)
         self.manager = paged.BlockManager(blocks, block_size, groups, prefix_cache, reserve)
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
@@ -208,7 +210,8 @@ class Engine:
             if not plan:
                 return []
             record = self._scheduled(plan)
-            events = self._run(plan)
+            with self.on_device:
+                events = self._run(plan)
             record.ended = time.perf_counter()
             record.sampled = sum(len(event.token_ids) for event in events)
             self.counts.add(record)
@@ -244,11 +247,38 @@ class Engine:
     def _compute(self, plan):
         """One forward pass, and an id for each sample of the requests that caught up."""
         step = self.cache.prepare(plan)
+        logits = self.forward(step)
+        computed = self._mark()
+        caught_up = [request for request, n in plan if n == request.behind]
+        rows = [row for request in caught_up for row in self._rows(request)]
+        drawn = sample(logits[: len(rows)], rows) if rows else ([], [])
+        at = computed()
+        for request in caught_up:
+            request.stamps.setdefault("prefill", at)
+        return step, *drawn
+
+    def _logits(self, step) -> torch.Tensor:
+        """One forward pass to the logits (R, V) of the rows that are sampled."""
         hidden, _ = self.model(step.tokens, step.positions, step)
-        logits = self.model.logits(hidden[step.sample_rows])
-        self._computed(plan)
-        rows = [row for request, n in plan if n == request.behind for row in self._rows(request)]
-        return step, *(sample(logits, rows) if rows else ([], []))
+        return self.model.logits(hidden[step.sample_rows])
+
+    def _mark(self):
+        """A function that waits for the step, and says when what was begun up to here was done.
+
+        Sampling waits for the device when it reads the tokens, and nothing else does before.
+        """
+        now = time.perf_counter()
+        if self.device.type != "cuda":
+            return lambda: now
+        here, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        here.record()
+
+        def at() -> float:
+            end.record()
+            end.synchronize()
+            return time.perf_counter() - here.elapsed_time(end) / 1e3
+
+        return at
 
     def _fail(self, plan, reason: str) -> list[Event]:
         """End what a step had planned, forks too; the others go on."""
@@ -330,14 +360,6 @@ class Engine:
                 self.counts.reused_tokens += request.reused
         parts = [(request, request.computed, n) for request, n in plan]
         return StepRecord(now, parts, list(self.scheduler.preempted), self.manager.held)
-
-    def _computed(self, plan):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the work is done, not only ordered
-        now = time.perf_counter()
-        for request, n in plan:
-            if n == request.behind:
-                request.stamps.setdefault("prefill", now)
 
     # ---- requests in and out
 
@@ -533,7 +555,17 @@ class Engine:
         stream.inbox = deque() if first is None else first.inbox  # one for all samples
         return stream
 
-    def _fit(self, kv_memory: int | None, block_size: int, max_len: int | None):
+    def _cache(self, blocks: int, block_size: int, budget: int, max_running: int):
+        try:
+            return paged.PagedCache(
+                self.config.specs, blocks, block_size, budget, max_running, self.device,
+                self.dtype, self.max_len, self.forward.sizes,
+            )  # fmt: skip
+        except (RuntimeError, MemoryError):
+            gib = blocks * block_size * self.bytes_per_token / 2**30
+            raise ValueError(f"there is no memory for a cache of {gib:,.1f} GiB") from None
+
+    def _fit(self, kv_memory: int | None, block_size: int, max_len: int | None, budget, running):
         """How many blocks the cache has, said with the reason; and max_len, if that is less."""
         if max_len is not None and not 2 <= max_len <= self.config.positions:
             raise ValueError(
@@ -2167,6 +2199,8 @@ def parser() -> argparse.ArgumentParser:
         help="order of arrival, or the smaller priority first")  # fmt: skip
     add("--static", action="store_true", help="admit nobody before the batch has ended")
     add("--reserve", action="store_true", help="take the longest answer's blocks at admission")
+    add("--graphs", action=argparse.BooleanOptionalAction,
+        help="replay recorded decode steps (default: on a GPU)")  # fmt: skip
     add("--trace", action="store_true", help="print the request's timeline")
     add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
     add("--quiet", action="store_true", help="the answer only (errors are still shown)")
@@ -2207,7 +2241,7 @@ def main(argv: list[str] | None = None) -> int:
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
-            reserve=args.reserve,
+            reserve=args.reserve, graphs=args.graphs,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()

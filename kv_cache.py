@@ -169,6 +169,7 @@ class Step:
         self.positions = positions
         self.sample_rows = sample_rows
         self.segments = segments
+        self.padded = None  # rows, in a cache that pads decode steps
 
     def store(self, layer: int, k: Tensor, v: Tensor):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""

@@ -296,22 +296,19 @@ class Attention:
         self.out, self.out_bias = take.linear(
             [prefix + "o_proj"], (E,), self.sizes[0], config.out_bias
         )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = take(prefix + "q_norm.weight", (spec.dim,))
-            self.k_norm = take(prefix + "k_norm.weight", (spec.dim,))
+        self.qk_norm = None
+        if config.qk_norm:  # (H + G, D): a line for each head
+            q, k = (take(f"{prefix}{x}_norm.weight", (spec.dim,)) for x in "qk")
+            self.qk_norm = torch.cat((q.expand(config.heads, -1), k.expand(spec.heads, -1)))
 
     def __call__(self, x: Tensor, tables: Tensor, step) -> Tensor:
         # x (T, E), tables (2, T, 1, D) -> (T, E)
         T, H = x.shape[0], self.config.heads
         heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.config.head_dim)
         G = (heads.shape[1] - H) // 2
-        if self.q_norm is not None:
-            q = kernels.rms_norm(heads[:, :H], self.q_norm, self.config.eps)
-            k = kernels.rms_norm(heads[:, H : H + G], self.k_norm, self.config.eps)
-            qk = torch.cat((q, k), 1)
-        else:
-            qk = heads[:, : H + G]
+        qk = heads[:, : H + G]
+        if self.qk_norm is not None:
+            qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
         if self.config.rope_layers[self.layer]:
             qk = kernels.rope(qk, tables)
         o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])
@@ -336,23 +333,20 @@ class Experts:
 
     def __init__(self, take: "Take", prefix: str, config: Config):
         self.config = config
-        self.router, _ = take.linear([prefix + "gate"], (config.experts,), config.width, False)
-        self.experts = [
-            MLP(take, f"{prefix}experts.{i}.", config.width, config.expert_mlp, False)
-            for i in range(config.experts)
-        ]
+        E, F = config.width, config.expert_mlp
+        self.router, _ = take.linear([prefix + "gate"], (config.experts,), E, False)
+        names = [f"{prefix}experts.{i}." for i in range(config.experts)]
+        self.gate_up = kernels.pack_experts(
+            [take.joined([n + "gate_proj", n + "up_proj"], (F, F), E) for n in names]
+        )
+        self.down = kernels.pack_experts([take(n + "down_proj.weight", (E, F)) for n in names])
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = kernels.linear(x, self.router).float().softmax(-1)  # (T, experts)
         weights, chosen = scores.topk(self.config.experts_per_token, -1)
         if self.config.normalise_experts:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(x.dtype)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, rows, self.experts[expert](x[rows]) * weights[rows, place, None])
-        return out
+        return kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
 
 
 class Model:
@@ -407,12 +401,18 @@ class Model:
         tables = kernels.rope_tables(positions, self.frequencies, self.rope_factor)
         x = self.embedding[tokens]
         tapped = []
-        for i, (attention_norm, attention, mlp_norm, mlp) in enumerate(self.layers):
-            x = x + attention(kernels.rms_norm(x, attention_norm, eps), tables, step)
-            x = x + mlp(kernels.rms_norm(x, mlp_norm, eps))
+        norms = [norm for norm, _, _, _ in self.layers[1:]] + [self.norm]  # each layer's next one
+        normed = kernels.rms_norm(x, self.layers[0][0], eps)
+        for i, (_, attention, mlp_norm, mlp) in enumerate(self.layers):
+            x, normed = kernels.add_norm(x, attention(normed, tables, step), mlp_norm, eps)
+            x, normed = kernels.add_norm(x, mlp(normed), norms[i], eps)
             if i in taps:
                 tapped.append(x)
-        return kernels.rms_norm(x, self.norm, eps), tapped
+        return normed, tapped
+
+    def graphs(self, run, most: int) -> kernels.Graphs:
+        """`run(step)`, whose decode steps of up to `most` rows a GPU records and replays."""
+        return kernels.Graphs(run, self.embedding.device, kernels.graph_sizes(most))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, E), already normed, -> (R, V)."""
@@ -423,7 +423,7 @@ class Model:
         unused = 0 if self.config.tied else self.embedding.numel() * self.embedding.element_size()
         for _, _, _, mlp in self.layers:
             if isinstance(mlp, Experts):
-                each = mlp.experts[0].gate_up.nbytes + mlp.experts[0].down.nbytes
+                each = mlp.gate_up[0].nbytes + mlp.down[0].nbytes
                 unused += each * (self.config.experts - self.config.experts_per_token)
         return self.nbytes - unused
 
@@ -450,11 +450,14 @@ class Take:
 
     def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool):
         """Several projections of one input as one packed weight, and its bias or None."""
-        parts = [self(f"{name}.weight", (out, width)) for name, out in zip(names, outs)]
-        weight = kernels.pack(torch.cat(parts) if len(parts) > 1 else parts[0])
+        weight = kernels.pack(self.joined(names, outs, width))
         if not bias:
             return weight, None
         return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+
+    def joined(self, names: list[str], outs: tuple[int, ...], width: int) -> Tensor:
+        parts = [self(f"{name}.weight", (out, width)) for name, out in zip(names, outs)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def same(self, name: str, other: str):
         """Consume a tensor that some checkpoints store twice, if it really is the other one."""

@@ -360,37 +360,16 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 # ---------------------------------------------------------------- what is in them: tensors
 
 
-class Buffer:
-    """A tensor allocated once; `fill` writes a list into it and returns that much of it.
-
-    On a GPU the list goes through pinned memory, so that the copy need not be waited for. The
-    step before must be done by then: the engine waits for each (no GPU has run this yet).
-    """
-
-    def __init__(self, size: int, device: torch.device):
-        self.tensor = torch.zeros(size, dtype=torch.int64, device=device)
-        self.staged = self.tensor
-        if device.type != "cpu":
-            self.staged = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        self.array = self.staged.numpy()
-
-    def fill(self, values: list[int]) -> Tensor:
-        count = len(values)
-        self.array[:count] = values
-        if self.staged is not self.tensor:
-            self.tensor[:count].copy_(self.staged[:count], non_blocking=True)
-        return self.tensor[:count]
-
-
 class PagedStep:
     """What the model sees of a paged cache in one forward pass: see kv_cache.Step."""
 
-    def __init__(self, cache: "PagedCache", tokens, positions, sample_rows, views):
+    def __init__(self, cache: "PagedCache", tokens, positions, sample_rows, views, padded=None):
         self.cache = cache
         self.tokens = tokens
         self.positions = positions
         self.sample_rows = sample_rows
         self.views = views  # one for each cache group
+        self.padded = padded  # rows, of a decode step that was padded to one of the cache's sizes
 
     def store(self, layer: int, k: Tensor, v: Tensor):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
@@ -420,11 +399,13 @@ class PagedCache:
         max_running: int,
         device="cpu",
         dtype=torch.float32,
+        max_len: int | None = None,
+        sizes: tuple[int, ...] = (),
     ):
         kinds = {spec.kind for spec in specs} - {"full"}
         if kinds:
             raise ValueError(f"the paged cache holds full attention only, not {kinds}")
-        self.block_size = block_size
+        self.block_size, self.sizes = block_size, sizes
         self.device, self.dtype = torch.device(device), dtype
         self.groups = list(dict.fromkeys(specs))
         self.group_of = [self.groups.index(spec) for spec in specs]
@@ -434,30 +415,45 @@ class PagedCache:
         ]
         self.nbytes = sum(pool.numel() * pool.element_size() for pool in self.pools)
         self.tokens, self.positions, self.sample_rows = (
-            Buffer(size, self.device) for size in (budget, budget, budget + max_running)
+            kernels.Buffer(size, self.device) for size in (budget, budget, budget + max_running)
         )
-        self.slots = [Buffer(budget, self.device) for _ in self.groups]
+        self.uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
+        width = blocks if max_len is None else min(blocks, -(-max_len // block_size))
+        self.layouts = [
+            kernels.Layout(budget, max_running, width, block_size, self.device, dtype)
+            for _ in self.groups
+        ]
 
-    def prepare(self, plan) -> PagedStep:
-        """Lay a plan [(request, n)] out in rows: buffers filled, a View for each group."""
+    def prepare(self, plan, padded: int | None = None) -> PagedStep:
+        """Lay a plan [(request, n)] out in rows: buffers filled, a View for each group.
+
+        Where every request has one row, which it is sampled from once, rows are added up to
+        `padded`, or the next of `sizes`: they write nothing, see nothing, and nobody reads what
+        they give.
+        """
+        if self.uploaded is not None:
+            self.uploaded.synchronize()  # else what a copy still reads would be overwritten
         tokens, positions, sample_rows, segments = rows(plan)
-        size, views = self.block_size, []
-        spans = [(s.row, s.n, s.start + s.n) for s in segments]
-        for group, buffer in enumerate(self.slots):
-            tables = [request.tables[group] for request, _ in plan]
-            slots = [
-                table[position // size] * size + position % size
-                for table, s in zip(tables, segments)
-                for position in range(s.start, s.start + s.n)
-            ]
-            views.append(kernels.view(buffer.fill(slots), tables, spans, size, self.dtype))
-        return PagedStep(
+        count = len(tokens)
+        if count == len(plan) == len(sample_rows) and padded is None:
+            padded = next((size for size in self.sizes if size >= count), None)
+        more = (padded or count) - count
+        spans = [(s.row, s.n, s.start) for s in segments]
+        views = [
+            layout.view([request.tables[group] for request, _ in plan], spans, more)
+            for group, layout in enumerate(self.layouts)
+        ]
+        step = PagedStep(
             self,
-            self.tokens.fill(tokens),
-            self.positions.fill(positions),
-            self.sample_rows.fill(sample_rows),
+            self.tokens.fill(tokens + [0] * more),
+            self.positions.fill(positions + [0] * more),
+            self.sample_rows.fill(sample_rows + list(range(count, count + more))),
             views,
+            padded,
         )
+        if self.uploaded is not None:
+            self.uploaded.record()
+        return step
 
     def copy(self, parent, child, length: int):
         """A fork at `length` tokens: the child's copy of the block that is not full."""

@@ -28,6 +28,7 @@ Imports       kernels (the mask).
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -158,13 +159,15 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list[int | None], list[Logp
     if not all(_plain(row) for row in rows):
         scores = torch.stack([_adjust(x, row) for x, row in zip(logits.float(), rows)])
     best, first = scores.max(-1)  # the first of equals
-    ids = [i if ok else None for i, ok in zip(first.tolist(), best.isfinite().tolist())]
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and ids[i] is not None]
+    chosen = torch.where(best.isfinite(), first, -1)
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
-        part = scores if len(drawn) == len(rows) else scores[drawn]
-        chosen = _draw(part.float(), [rows[i] for i in drawn])
-        for i, token in zip(drawn, chosen.tolist()):
-            ids[i] = token
+        where = slice(None)
+        if len(drawn) < len(rows):
+            where = kernels.upload(drawn, torch.int64, logits.device)
+        tokens = _draw(scores[where].float(), [rows[i] for i in drawn])
+        chosen[where] = torch.where(chosen[where] < 0, -1, tokens)
+    ids = [i if i >= 0 else None for i in chosen.tolist()]  # the one wait for the device
     return ids, _logprobs(logits, rows, ids)
 
 
@@ -179,22 +182,26 @@ def _adjust(logits: Tensor, row: Row) -> Tensor:
     p = row.params
     scores = logits.clone()
     if p.repetition_penalty != 1:
-        seen = torch.tensor(row.history, dtype=torch.int64, device=scores.device).unique()
+        seen = kernels.upload(sorted(set(row.history)), torch.int64, scores.device)
         old = scores[seen]
         penalty = p.repetition_penalty
         scores[seen] = torch.where(old > 0, old / penalty, old * penalty)
     output = row.history[row.prompt_tokens :]
     if output and (p.presence_penalty or p.frequency_penalty):
-        seen, counts = torch.tensor(output, device=scores.device).unique(return_counts=True)
+        counts = Counter(output)
+        seen = kernels.upload(list(counts), torch.int64, scores.device)
+        counts = kernels.upload(list(counts.values()), torch.float32, scores.device)
         scores[seen] -= p.presence_penalty + p.frequency_penalty * counts
     if p.logit_bias:
-        seen = torch.tensor(list(p.logit_bias), device=scores.device)
-        scores[seen] += torch.tensor(list(p.logit_bias.values()), device=scores.device)
+        seen = kernels.upload(list(p.logit_bias), torch.int64, scores.device)
+        bias = kernels.upload(list(p.logit_bias.values()), torch.float32, scores.device)
+        scores[seen] += bias
     return scores if row.mask is None else kernels.allow(scores, row.mask.to(scores.device))
 
 
 def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
-    """Gumbel-max over what the filters keep: scores (R, V), finite maxima -> ids (R,).
+    """Gumbel-max over what the filters keep: scores (R, V) -> ids (R,), of no meaning for a row
+    whose maximum is not finite.
 
     The winner among all ids is the winner among the kept ones if it is kept itself. So nothing
     is sorted: the winner is found, and only then asked whether it belongs to the top k and p.
@@ -205,8 +212,14 @@ def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
     # Nothing wins from 60 below, noise being between -3.1 and 22.9; lower still, probabilities
     # become denormal numbers, which CPUs compute a hundred times slower.
     scaled = (scores - best).div_(columns.temperature).clamp_(min=-60)  # the best is 0
+    finite, triton = best.isfinite(), kernels.on_triton(scores)
+    if triton or not finite.all():  # what is drawn from such a row is not looked at
+        scaled.masked_fill_(~finite, 0)
     # The best id is always kept, so its noisy score is one that the winner must reach.
     floor = gumbel(columns.keys, first).float()
+    if triton:
+        limits = torch.cat((floor, _total(scaled, columns), columns.top_p, columns.min_p.log()), 1)
+        return kernels.draw(scaled, limits, columns.keys, columns.top_k, first)
     values, ids = _contenders(scaled, floor, columns.keys)
     noisy = values + gumbel(columns.keys, ids)
     if not columns.filtered:
@@ -231,7 +244,7 @@ class _Columns:
 
     def __init__(self, rows: list[Row], R: int, V: int, device):
         def column(values, dtype=torch.float32):
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return kernels.upload(values, dtype, device)[:, None]
 
         p = [row.params for row in rows]
         self.temperature = column([min(max(x.temperature, 1e-30), 1e30) for x in p])
@@ -282,14 +295,7 @@ class _Kept:
     def __init__(self, scaled: Tensor, columns: _Columns):
         self.scaled, self.columns = scaled, columns
         self.ids = _all_ids(scaled)
-        total = scaled.logsumexp(-1, keepdim=True)
-        if columns.largest_k:
-            top = scaled.topk(columns.largest_k).values
-            ranks = torch.arange(columns.largest_k, device=scaled.device)
-            inside = top.masked_fill(ranks >= columns.top_k, -torch.inf)
-            of_top = inside.logsumexp(-1, keepdim=True)
-            total = torch.where(columns.top_k < scaled.shape[1], of_top, total)
-        self.probabilities = (scaled - total).exp_()
+        self.probabilities = (scaled - _total(scaled, columns)).exp_()
         self.least = columns.min_p.log()
 
     def __call__(self, rows: Tensor, value: Tensor, token: Tensor) -> Tensor:
@@ -304,6 +310,18 @@ class _Kept:
         if self.columns.largest_k:
             inside &= before.sum(-1, keepdim=True) < top_k
         return inside & (value >= self.least[rows])
+
+
+def _total(scaled: Tensor, columns: _Columns) -> Tensor:
+    """Log of the sum over what top-k leaves, of which probabilities are shares: (R, 1)."""
+    total = scaled.logsumexp(-1, keepdim=True)
+    if columns.largest_k:
+        top = scaled.topk(columns.largest_k).values
+        ranks = torch.arange(columns.largest_k, device=scaled.device)
+        inside = top.masked_fill(ranks >= columns.top_k, -torch.inf)
+        of_top = inside.logsumexp(-1, keepdim=True)
+        total = torch.where(columns.top_k < scaled.shape[1], of_top, total)
+    return total
 
 
 def _logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:

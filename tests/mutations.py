@@ -509,8 +509,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    keys.view(-1, *k.shape[1:])[view.slots] = k",
-        "    keys.view(-1, *k.shape[1:])[view.slots.sort()[0]] = k",
+        "    keys.view(-1, *k.shape[1:])[slots] = k[: view.rows]",
+        "    keys.view(-1, *k.shape[1:])[slots.sort()[0]] = k[: view.rows]",
         "4: keys are stored in the order of the pool",
         "tests/test_kernels.py -k test_keys_and_values_go_where_the_slots_say",
     ),

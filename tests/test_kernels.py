@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from kernels import (
+    Buffer,
+    Layout,
     View,
     allow,
     attention,
@@ -17,7 +19,6 @@ from kernels import (
     rope_tables,
     silu_mul,
     store_kv,
-    view,
 )
 
 torch.set_num_threads(1)
@@ -49,12 +50,12 @@ def flat(places):
 
 def viewed(spans, tables, size=8, dtype=torch.float32):
     """The view of rows [(n, length)], which lie one below another and end at their length."""
-    slots, whole, row = [], [], 0
-    for (n, length), table in zip(spans, tables):
-        slots += places_of(table, length, size)[length - n :]
-        whole.append((row, n, length))
+    whole, row = [], 0
+    for n, length in spans:
+        whole.append((row, n, length - n))
         row += n
-    return view(torch.tensor(slots), tables, whole, size, dtype)
+    width = max(map(len, tables))
+    return Layout(row, len(spans), width, size, torch.device("cpu"), dtype).view(tables, whole)
 
 
 def loops(q, keys, values, start, causal=True):
@@ -142,7 +143,7 @@ def test_allow_puts_minus_infinity_over_nan_too():
 def test_keys_and_values_go_where_the_slots_say_and_nowhere_else():
     keys, values = (torch.zeros(3, 4, 1, 2) for _ in range(2))
     k = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
-    store_kv(k, 10 * k, keys, values, View(torch.tensor([9, 3]), []))
+    store_kv(k, 10 * k, keys, values, View(torch.tensor([9, 3]), 2))
     assert keys[2, 1].tolist() == [[1.0, 2.0]] and keys[0, 3].tolist() == [[3.0, 4.0]]
     assert values[2, 1].tolist() == [[10.0, 20.0]] and values[0, 3].tolist() == [[30.0, 40.0]]
     assert keys.sum() == 10 and values.sum() == 100
@@ -205,6 +206,18 @@ def test_chunks_and_single_rows_of_a_step_are_each_in_one_part():
     assert sorted(sum(rows, [])) == list(range(11))
     assert rows == [[1, 2, 3, 4], [7, 8, 9], [10, 0, 6], [5]]
     assert len(found.slots) == 11
+
+
+def test_a_buffer_is_written_and_the_part_that_was_written_comes_back():
+    buffer = Buffer(5, torch.device("cpu"))
+    first = buffer.fill([3, 1, 2])
+    assert first.tolist() == [3, 1, 2] and first.dtype == torch.int64
+    assert buffer.fill([]).tolist() == []
+    second = buffer.fill([9, 8, 7, 6, 5])
+    assert second.tolist() == [9, 8, 7, 6, 5]
+    assert first.data_ptr() == second.data_ptr(), "the buffer was allocated again"
+    with pytest.raises(ValueError):
+        buffer.fill([0] * 6)
 
 
 # ---------------------------------------------------------------- against the reference
@@ -347,7 +360,7 @@ def test_attention_over_blocks_equals_loops_in_float64(
     ]
     for (n, length), table, (k, v) in zip(spans, tables, whole):
         before = torch.tensor(places_of(table, length - n, size), dtype=torch.int64)
-        store_kv(k[: length - n], v[: length - n], keys, values, View(before, []))
+        store_kv(k[: length - n], v[: length - n], keys, values, View(before, len(before)))
     new = [
         torch.cat([pair[j][len(pair[j]) - n :] for pair, (n, _) in zip(whole, spans)])
         for j in (0, 1)
@@ -511,11 +524,11 @@ def test_a_weight_is_a_matrix():
 def test_keys_of_another_shape_than_the_pools_are_refused():
     keys, values = torch.zeros(3, 4, 2, 2), torch.zeros(3, 4, 2, 2)
     with pytest.raises(RuntimeError):
-        store_kv(randn(2, 2, 5), randn(2, 2, 5), keys, values, View(torch.tensor([4, 5]), []))
+        store_kv(randn(2, 2, 5), randn(2, 2, 5), keys, values, View(torch.tensor([4, 5]), 2))
     with pytest.raises(RuntimeError):
         attention(randn(1, 3, 2), keys, values, viewed([(1, 2)], [[1]], 4))
     with pytest.raises(IndexError):
-        store_kv(randn(1, 2, 2), randn(1, 2, 2), keys, values, View(torch.tensor([12]), []))
+        store_kv(randn(1, 2, 2), randn(1, 2, 2), keys, values, View(torch.tensor([12]), 1))
 
 
 def test_a_mask_shorter_than_the_vocabulary_is_refused():

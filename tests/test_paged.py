@@ -16,7 +16,7 @@ import kernels
 import paged
 import tiny
 from kv_cache import ContiguousCache, LayerSpec
-from paged import BlockManager, Buffer, PagedCache, PrefixIndex, block_bytes
+from paged import BlockManager, PagedCache, PrefixIndex, block_bytes
 from scheduler import Request, Scheduler
 
 torch.set_num_threads(1)
@@ -475,18 +475,6 @@ def test_an_order_of_ones_own_decides_who_is_evicted():
     assert leave_in(lambda entry: entry.block) == [1, 2, 3, 4]  # first in, first out
     assert leave_in(lambda entry: -entry.used) == [1, 4, 3, 2]  # most recently used
     assert leave_in(lambda entry: (entry.depth, entry.used)) == [4, 1, 2, 3]
-
-
-def test_a_buffer_is_written_and_the_part_that_was_written_comes_back():
-    buffer = Buffer(5, torch.device("cpu"))
-    first = buffer.fill([3, 1, 2])
-    assert first.tolist() == [3, 1, 2] and first.dtype == torch.int64
-    assert buffer.fill([]).tolist() == []
-    second = buffer.fill([9, 8, 7, 6, 5])
-    assert second.tolist() == [9, 8, 7, 6, 5]
-    assert first.data_ptr() == second.data_ptr(), "the buffer was allocated again"
-    with pytest.raises(ValueError):
-        buffer.fill([0] * 6)
 
 
 def test_a_block_of_a_known_model_takes_the_published_bytes():

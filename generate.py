@@ -576,8 +576,11 @@ class Engine:
         wanted = max_len or self.config.positions
         each = paged.block_bytes(self.config.specs, block_size, self.dtype.itemsize)
         why = "kv_memory"
-        if kv_memory is None:
-            kv_memory, why = _free_memory(self.device, wanted * self.bytes_per_token)
+        if kv_memory is None and self.device.type == "cuda":
+            self.max_len = wanted
+            kv_memory, why = self._gpu_memory(block_size, budget, running), "what is left"
+        elif kv_memory is None:
+            kv_memory, why = _free_memory(wanted * self.bytes_per_token)
         blocks = kv_memory // each - 1  # block 0 is not handed out
         if blocks < 1:
             raise ValueError(
@@ -591,6 +594,52 @@ class Engine:
         if fits < wanted:
             self.say(f"max_len {fits:,} instead of {wanted:,}: the cache has {fits:,} tokens")
         return blocks, min(fits, wanted)
+
+    def _gpu_memory(self, block_size: int, budget: int, running: int) -> int:
+        """Bytes of a GPU that the cache may take: what the worst step and the recordings need is
+        measured over a small cache of the same kind. (No GPU has run this yet.)"""
+        cuda, device = torch.cuda, self.device
+        weights = cuda.memory_allocated(device)
+        scratch = self._cache(-(-budget // block_size) + 1, block_size, budget, running)
+        with self.on_device, torch.inference_mode():
+            cuda.reset_peak_memory_stats(device)
+            before = cuda.memory_allocated(device)
+            self._worst_step(scratch, block_size, budget, running)
+            worst = cuda.max_memory_allocated(device) - before
+            cuda.empty_cache()
+            free = cuda.mem_get_info(device)[0]
+            self.forward.record(scratch)
+            recorded = free - cuda.mem_get_info(device)[0]
+            self.forward.recorded.clear()
+        self.cache = scratch = None
+        cuda.empty_cache()
+        free, total = cuda.mem_get_info(device)
+        others = total - free - cuda.memory_reserved(device)
+        needs = {
+            "other processes, and CUDA itself": others,
+            "weights": weights,
+            f"the largest step: {budget} rows, {running} of them sampled": worst,
+            f"{len(self.forward.sizes)} recorded decode steps": recorded,
+        }
+        lines, left = memory_budget(cuda.get_device_name(device), total, needs)
+        self.say(lines)
+        if left <= 0:
+            raise ValueError(f"no memory is left for the cache on {device}:\n{lines}")
+        return left
+
+    def _worst_step(self, cache, block_size: int, budget: int, running: int):
+        """A step of `budget` rows, as many of them sampled as there can be, with every filter."""
+        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1)
+        params = params.with_defaults({"repetition_penalty": 1.1})
+        count = min(budget, running)
+        plan = []
+        for i, n in enumerate([budget - count + 1] + [1] * (count - 1)):
+            request = Request(i, [0] * n, params, seed=i)
+            blocks = list(range(1, -(-n // block_size) + 1))
+            request.tables = [blocks for _ in cache.groups]
+            plan.append((request, n))
+        self.cache = cache
+        self._compute(plan)
 
     def _check_params(self, params: SamplingParams):
         self._check_ids(params.stop_token_ids, "stop_token_ids:")
@@ -979,12 +1028,20 @@ def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     return known.get(name, name)
 
 
-def _free_memory(device: torch.device, longest: int) -> tuple[int, str]:
-    """Bytes the cache may take, and why: nine tenths of what is free on a GPU; on a CPU half of
-    it, and no more than 4 GiB or one longest request takes, for others use the machine too."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        return int(free * 0.9), f"nine tenths of {free / 2**30:.3g} GiB free"
+def memory_budget(device: str, total: int, needs: dict[str, int]) -> tuple[str, int]:
+    """Nine tenths of a GPU's memory, less what is needed: as lines for people, and in bytes."""
+    limit = int(0.9 * total)
+    left = limit - sum(needs.values())
+    rows = {"nine tenths of it": limit, **{f"- {k}": v for k, v in needs.items()}, "= cache": left}
+    width = max(map(len, rows))
+    lines = [f"memory: {device}, {total / 2**30:.1f} GiB"]
+    lines += [f"  {name:<{width}} {size / 2**30:>8.2f} GiB" for name, size in rows.items()]
+    return "\n".join(lines), left
+
+
+def _free_memory(longest: int) -> tuple[int, str]:
+    """Bytes of main memory the cache may take, and why: half of what is free, and no more than
+    4 GiB or one longest request takes, for others use the machine too."""
     free = _free_ram()
     most = max(4 * 2**30, longest)
     if free // 2 < most:

@@ -70,6 +70,7 @@ class Config:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gelu: bool = False  # in the MLP, instead of silu
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
@@ -107,6 +108,7 @@ class Config:
             out_bias=bias and family != "qwen2",
             mlp_bias=flag(config, "mlp_bias"),
             qk_norm=family in ("qwen3", "qwen3_moe"),
+            gelu=config.get("hidden_act") == "gelu_pytorch_tanh",
             stop_ids=ids_of(config.get("eos_token_id")),
             **(_experts(config, count) if family == "qwen3_moe" else {}),
         )
@@ -128,8 +130,9 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
             " are read"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not 'silu'")
+    known = ("silu",) if family == "qwen3_moe" else ("silu", "gelu_pytorch_tanh")
+    if config.get("hidden_act", "silu") not in known:
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not {' or '.join(known)}")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
         raise ValueError(f"mlp_bias is not known in {family}")
     if specs[0].dim % 2:
@@ -318,13 +321,16 @@ class Attention:
 class MLP:
     """The gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, take: "Take", prefix: str, width: int, inner: int, bias: bool):
+    def __init__(self, take: "Take", prefix: str, config: Config):
+        E, F, bias = config.width, config.mlp, config.mlp_bias
+        self.gelu = config.gelu
         names = [prefix + "gate_proj", prefix + "up_proj"]
-        self.gate_up, self.gate_up_bias = take.linear(names, (inner, inner), width, bias)
-        self.down, self.down_bias = take.linear([prefix + "down_proj"], (width,), inner, bias)
+        self.gate_up, self.gate_up_bias = take.linear(names, (F, F), E, bias)
+        self.down, self.down_bias = take.linear([prefix + "down_proj"], (E,), F, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = kernels.silu_mul(kernels.linear(x, self.gate_up, self.gate_up_bias))
+        inner = kernels.linear(x, self.gate_up, self.gate_up_bias)
+        inner = kernels.gelu_mul(inner) if self.gelu else kernels.silu_mul(inner)
         return kernels.linear(inner, self.down, self.down_bias)
 
 
@@ -374,7 +380,7 @@ class Model:
             if i in config.expert_layers:
                 mlp = Experts(take, prefix + "mlp.", config)
             else:
-                mlp = MLP(take, prefix + "mlp.", E, config.mlp, config.mlp_bias)
+                mlp = MLP(take, prefix + "mlp.", config)
             self.layers.append((attention_norm, attention, mlp_norm, mlp))
             if progress:
                 progress(i + 1, len(config.specs))

@@ -23,12 +23,14 @@ import model
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = [
-    "llama2", "llama3", "llama_linear", "llama_yarn", "llama_bias", "smollm2", "smollm3",
+    "llama2", "llama3", "llama_linear", "llama_yarn", "llama_bias", "llama_gelu", "smollm2",
+    "smollm3",
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
 ]  # fmt: skip
-# llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, or for
-# routing weights that are not normalised: it knows the published models only
-GGUF_FAMILIES = [name for name in FAMILIES if name not in ("smollm3_listed", "qwen3_moe_mixed")]
+# llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
+# routing weights that are not normalised, or for an activation: it knows the published models only
+NOT_GGUF = ("smollm3_listed", "qwen3_moe_mixed", "llama_gelu")
+GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
 torch.set_num_threads(1)
 
@@ -788,7 +790,8 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
         ["4096"],
     ),
     "quantised": ("qwen3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
-    "activation": ("llama2", {"hidden_act": "gelu_pytorch_tanh"}, ["gelu_pytorch_tanh"]),
+    "activation": ("llama2", {"hidden_act": "relu"}, ["relu", "gelu_pytorch_tanh"]),
+    "activation of experts": ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}, ["not silu"]),
     "heads": ("llama3", {"num_attention_heads": 4, "num_key_value_heads": 3}, ["4", "3"]),
     "no heads": ("smollm2", {"num_attention_heads": 0}, ["num_attention_heads"]),
     "width missing": ("llama2", {"hidden_size": ...}, ["hidden_size"]),

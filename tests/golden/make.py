@@ -206,6 +206,7 @@ def families():
         },
     )
 
+    add("llama_gelu", {**llama, "num_hidden_layers": 2, "hidden_act": "gelu_pytorch_tanh"})
     add("llama_bias", {**llama, "num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True})
 
     add(

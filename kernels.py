@@ -45,7 +45,11 @@ try:
     import triton.language as tl
 except ImportError:  # not on Linux: PyTorch alone
     triton, tl = None, SimpleNamespace(constexpr=int)
-jit = triton.jit if triton else lambda kernel: kernel
+
+
+def jit(kernel):
+    """Make a function a Triton kernel. `requests` differs from step to step: no variants of it."""
+    return triton.jit(kernel, do_not_specialize=["requests"]) if triton else kernel
 
 
 def on_triton(x: Tensor) -> bool:
@@ -554,7 +558,7 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool
     config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal)
     rows = config["BLOCK_M"] // (heads // shared)
     tiles = requests if view.most == 1 else T // rows + requests  # at least as many as there are
-    splits = key_splits(tiles * shared)
+    splits = key_splits(tiles * shared, config["BLOCK_M"])
     out = torch.empty(T, heads, dim, dtype=q.dtype, device=q.device)
     into, weights = out, None
     if splits > 1:
@@ -573,17 +577,16 @@ LOG2_E = 1.4426950408889634  # powers of 2 are what GPUs compute
 PROGRAMS = 8 if INTERPRETED else 2 * 132  # two for each processor of an H100
 
 
-def key_splits(programs: int) -> int:
+def key_splits(programs: int, block_m: int) -> int:
     """Into how many parts the keys are split, each for a program of its own: few rows do not
     occupy a GPU, however long their contexts. It depends on the shape of the step, never on
-    lengths, which a captured graph reads from memory.
+    lengths, which a recorded step reads from memory.
 
-    Example: 1 row, 8 key/value heads: 8 programs, so 16 splits; 64 rows: 1.
+    Example: 1 row, 8 key/value heads: 8 programs, so 16 parts; 16 rows: 4; 64 rows: 1.
     """
-    splits = 1
-    while splits < 16 and programs * splits < PROGRAMS:
-        splits *= 2
-    return splits
+    if block_m > 16 or programs >= PROGRAMS:
+        return 1
+    return 4 if 4 * programs >= PROGRAMS else 16
 
 
 def attention_config(

@@ -46,6 +46,7 @@ import time
 import unicodedata
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -97,7 +98,7 @@ class Output:
 
 
 BUDGET, MAX_RUNNING = 512, 64
-MOST = {"budget": 2**20, "max_running": 2**16, "threads": 1024}
+MOST = {"budget": 2**20, "max_running": 2**16}
 
 
 class Engine:
@@ -107,7 +108,7 @@ class Engine:
                 repository (and its `revision`), or a Checkpoint; load as in model.load
     device      "cpu", "cuda" or "cuda:N" (default: cuda if there is one)
     dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
-    threads     CPU threads
+    threads     CPU threads (default: the cores this process may use, if PyTorch takes more)
     kv_memory   bytes of cache (default: from free memory)
     block_size  tokens a block of the cache holds: a power of two from 8 to 256
     max_len     most tokens of prompt and output (default: the model's positions, if they fit)
@@ -156,8 +157,7 @@ class Engine:
                 raise ValueError(f"{name} {value!r} is not an integer")
             if name in MOST and not 1 <= value <= MOST[name]:
                 raise ValueError(f"{name} {value} is not from 1 to {MOST[name]:,}")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        _set_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self._load(model, revision, load, progress)
@@ -945,6 +945,60 @@ def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if name not in known and name not in known.values():
         raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
     return known.get(name, name)
+
+
+def _set_threads(threads: int | None):
+    """More threads than cores wait for each other: refused, and undone where it is a default."""
+    allowed, cores = available_cores()
+    if threads is None:
+        threads = min(torch.get_num_threads(), cores)
+    if not 1 <= threads <= allowed:
+        raise ValueError(f"threads {threads}: from 1 to the {allowed} that this process may use")
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def available_cores(root: Path = Path("/")) -> tuple[int, int]:
+    """CPUs that this process may use, and how many of them are cores of their own.
+
+    The least of the scheduler's affinity and every quota of a control group above the process
+    (what containers set): cpu.max of version 2, cpu.cfs_quota_us of version 1. A quota of 1.5
+    CPUs counts as 2. Two hardware threads of a core multiply no faster than one.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        count = os.cpu_count() or 1
+        return count, count
+    mine = os.sched_getaffinity(0)
+    allowed = min([len(mine), *_quotas(root)])
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_read(root / siblings.format(cpu)) or str(cpu) for cpu in mine}
+    return allowed, min(allowed, len(cores))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    groups = (line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines())
+    for _, controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        inner = top / path.strip("/")
+        for folder in [inner, *inner.parents]:  # of which a container may see the top only
+            if folder.is_relative_to(top):
+                if controllers:
+                    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                    words = [_read(folder / name) for name in names]
+                else:
+                    words = _read(folder / "cpu.max").split()
+                if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+                    yield max(1, -(-int(words[0]) // int(words[1])))
+
+
+def _read(path: Path) -> str:
+    """A small file of the system; "" where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _free_memory(device: torch.device, longest: int) -> tuple[int, str]:

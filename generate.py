@@ -105,7 +105,9 @@ class Engine:
     """A model, its cache, and the requests that are on their way.
 
     model       None (the default), a folder, a .gguf file, a name of models.json, a hub
-                repository (and its `revision`), or a Checkpoint; load as in model.load
+                repository (and its `revision`), or a Checkpoint
+    load        "auto", "safetensors" or "gguf" to insist, or "dummy": random weights for a
+                config.json, or whatever else `model.dummy` takes
     device      "cpu", "cuda" or "cuda:N" (default: cuda if there is one)
     dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
     threads     CPU threads (default: the cores this process may use, if PyTorch takes more)
@@ -494,7 +496,9 @@ class Engine:
     def _load(self, model, revision: str | None, load: str, progress):
         """Everything that comes from the checkpoint: weights, tokenizer, template, defaults."""
         checkpoint, defaults = model, {}
-        if not isinstance(model, models.Checkpoint):
+        if load == "dummy":
+            checkpoint = self._dummy(model, revision)
+        elif not isinstance(model, models.Checkpoint):
             path, entry = models.find(model, revision, self.say)
             checkpoint = models.load(path, load)
             checkpoint.name = entry.get("name", checkpoint.name)
@@ -515,6 +519,23 @@ class Engine:
             self.model = models.Model(
                 self.config, checkpoint.tensors, self.device, self.dtype, progress
             )
+
+    def _dummy(self, model, revision: str | None) -> models.Checkpoint:
+        """Random weights, and where there is no tokenizer one of bytes."""
+        if isinstance(model, models.Checkpoint) or revision is not None:
+            raise ValueError("load='dummy' takes neither a Checkpoint nor a revision")
+        checkpoint = models.dummy(model, self.device, self.dtype)
+        need, free = checkpoint.tensors.nbytes, _free_bytes(self.device)
+        if need > free:
+            raise ValueError(
+                f"{checkpoint.name} needs {need / 2**30:,.1f} GiB for its weights,"
+                f" {free / 2**30:,.1f} GiB are free"
+            )
+        self.say("random weights: the text means nothing, the times do")
+        if checkpoint.tokenizer is None and checkpoint.config.vocab > 256:
+            checkpoint.tokenizer = byte_tokenizer(vocab=checkpoint.config.vocab)
+            checkpoint.template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        return checkpoint
 
     def _stop_ids(self, checkpoint) -> set[int]:
         """Union of config.json, generation_config.json and the tokenizer's end of sequence."""
@@ -1005,16 +1026,18 @@ def _free_memory(device: torch.device, longest: int) -> tuple[int, str]:
     """Bytes the cache may take, and why: nine tenths of what is free on a GPU; on a CPU half of
     it, and no more than 4 GiB or one longest request takes, for others use the machine too."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        free = _free_bytes(device)
         return int(free * 0.9), f"nine tenths of {free / 2**30:.3g} GiB free"
-    free = _free_ram()
+    free = _free_bytes(device)
     most = max(4 * 2**30, longest)
     if free // 2 < most:
         return free // 2, f"half of {free / 2**30:.3g} GiB free"
     return most, f"--kv-memory sets it; {free / 2**30:.3g} GiB are free"
 
 
-def _free_ram() -> int:
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -1394,6 +1417,26 @@ def _compile(pattern):
         return regex.compile(pattern, regex.V1 | regex.MULTILINE)
     except regex.error as error:
         raise ValueError(f"pattern {pattern!r} is not supported: {error}") from None
+
+
+def byte_tokenizer(letters: bytes = bytes(range(256)), vocab: int = 0) -> dict:
+    """A tokenizer.json of an id for each of `letters` and one that ends a text; further ids, up
+    to `vocab`, come out of no text and are written as their numbers."""
+    end = len(letters)
+    texts = {ALPHABET[byte]: i for i, byte in enumerate(letters)}
+    if vocab:
+        texts |= {"<end>": end, **{f"{ALPHABET[32]}{i}": i for i in range(end + 1, vocab)}}
+    return {
+        "model": {
+            "type": "BPE",
+            "vocab": texts,
+            "merges": [],
+        },
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": [{"id": end, "content": "<end>", "special": True}],
+        "special_tokens": {"eos_token": "<end>"},
+    }
 
 
 BEHAVIORS = "Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"
@@ -2196,6 +2239,8 @@ def parser() -> argparse.ArgumentParser:
     add("--system", help="system message before the prompt")
     add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
     add("--model", help="folder, .gguf file, name in models.json or hub repository")
+    add("--load", choices=("auto", "safetensors", "gguf", "dummy"), default="auto",
+        help="insist on a format; dummy: random weights, a config is enough")  # fmt: skip
     add("--revision", help="branch, tag or commit of the hub repository")
     for name, (kind, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, help=text)
@@ -2257,7 +2302,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
-            args.model, revision=args.revision, device=args.device, dtype=args.dtype,
+            args.model, revision=args.revision, load=args.load,
+            device=args.device, dtype=args.dtype,
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
@@ -2527,17 +2573,7 @@ def _chat(engine: Engine, params, template, args, say: Say) -> int:
 def byte_checkpoint(letters: bytes = bytes(range(256)), seed: int = 0) -> models.Checkpoint:
     """A tiny random model over bytes: an id for each of `letters`, one more ends a text."""
     checkpoint = models.random(models.tiny(vocab=len(letters) + 1), seed)
-    checkpoint.tokenizer = {
-        "model": {
-            "type": "BPE",
-            "vocab": {ALPHABET[byte]: i for i, byte in enumerate(letters)},
-            "merges": [],
-        },
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-        "decoder": {"type": "ByteLevel"},
-        "added_tokens": [{"id": len(letters), "content": "<end>", "special": True}],
-        "special_tokens": {"eos_token": "<end>"},
-    }
+    checkpoint.tokenizer = byte_tokenizer(letters)
     checkpoint.name = "a tiny random model"
     return checkpoint
 

@@ -22,6 +22,7 @@ Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up
 Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
+              python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
 Imports       kv_cache, model, paged, sample, scheduler; never kernels.
@@ -35,7 +36,6 @@ import io
 import json
 import operator
 import os
-import platform
 import re
 import shutil
 import signal
@@ -853,20 +853,53 @@ def read_bandwidth(device: torch.device) -> float:
 
     256 MiB are reduced six times and the best counts. Measured once, then kept.
     """
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
-    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    kept = models.CACHE / "bandwidth.json"
-    known = models.recall(kept)
-    if not isinstance(known.get(key), float) or known[key] < 1e6:  # not measured, or damaged
+
+    def measure() -> float:
         block = torch.ones(2048, 2**15, device=device)
         seconds = []
         for reduce in (block.sum, block.amax) * 3:
             started = time.perf_counter()
             reduce(-1).sum().item()
             seconds.append(time.perf_counter() - started)
-        known[key] = block.numel() * 4 / min(seconds)
-        models.keep(kept, known)
-    return known[key]
+        return block.numel() * 4 / min(seconds)
+
+    return models.known_rate(device, measure)
+
+
+def profile(engine: Engine, request: Request, path: str) -> str:
+    """Prefill against decode, on a request that has ended: its prompt in one step (or the part
+    of it that the budget allows), and the step after its first token, measured operation by
+    operation. Both run again, in blocks of their own; `path` gets their Chrome trace."""
+    tokens, prompt = request.tokens, request.prompt_tokens
+    own = Request(-1, tokens[:prompt], request.params, request.seed)
+    size = engine.scheduler.budget
+
+    @torch.inference_mode()
+    def run(start: int, n: int):
+        own.tokens, own.computed = tokens[: max(prompt, start + n)], start
+        engine._compute([(own, n)])
+
+    def step(start: int, n: int):
+        return start, n, partial(run, start, n)
+
+    with engine.step_lock:
+        try:
+            if not engine.manager.grow(own, prompt + 1):
+                raise ValueError(f"no room in the cache for {prompt + 1:,} tokens to profile")
+            for start in range(0, prompt, size):
+                run(start, min(size, prompt - start))
+            run(prompt, 1)  # all has run once before it is measured
+            text = models.profile(
+                engine.model, step(0, min(size, prompt)), step(prompt, 1),
+                [("sampling", sys.modules[__name__], "sample"),
+                 ("prepare", type(engine.cache), "prepare")],
+                path, read_bandwidth(engine.device),
+                models.multiply_rate(engine.device, engine.dtype),
+            )  # fmt: skip
+        finally:
+            engine.manager.release(own)
+    size = os.path.getsize(path) / 1e6
+    return f"{text}\n\ntrace    {path} ({size:.1f} MB): both steps; ui.perfetto.dev opens it"
 
 
 def summary(engine: Engine, output: Output) -> str:
@@ -2267,6 +2300,9 @@ def parser() -> argparse.ArgumentParser:
     add("--static", action="store_true", help="admit nobody before the batch has ended")
     add("--reserve", action="store_true", help="take the longest answer's blocks at admission")
     add("--trace", action="store_true", help="print the request's timeline")
+    add("--profile", nargs="?", const="profile.json", metavar="FILE",
+        help="measure the prompt's step against a decode's, operation by operation, and write"
+        " their trace (default profile.json)")  # fmt: skip
     add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
     add("--quiet", action="store_true", help="the answer only (errors are still shown)")
     add("--json", action="store_true", help="print one JSON object instead of text")
@@ -2285,6 +2321,10 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--prompts goes without --prompt, --trace, --json and --demo")
     if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
+    if args.profile is not None and (
+        args.prompt is None or args.json or args.demo or (args.n or 1) > 1
+    ):
+        p.error("--profile follows one --prompt, without --json, --demo and --n")
     if args.logprobs is not None and not (args.json or many):
         p.error("--logprobs is shown by --json and --prompts only")
     if args.raw and (args.system is not None or args.template):
@@ -2300,6 +2340,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.demo:
             print(demo(), flush=True)
             return 0
+        if args.profile is not None:
+            _check_file(args.profile)
         jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
             args.model, revision=args.revision, load=args.load,
@@ -2355,6 +2397,13 @@ def _fields(args) -> dict:
         "stop_token_ids": args.stop_token_id,
         "ignore_eos": args.ignore_eos,
     }
+
+
+def _check_file(path: str):
+    """What can be known of a file that is written at the end."""
+    folder = Path(path).resolve().parent
+    if not path or Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path or 'an empty name'}: no file that can be written")
 
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -2478,6 +2527,8 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
         say(summary(engine, outputs[0]))
     if args.trace:
         print(trace(request, engine.load_s), file=sys.stderr)
+    if args.profile and outputs[0].finish_reason in ("stop", "length"):
+        print("\n" + profile(engine, request, args.profile), file=sys.stderr)
     for output in outputs:
         if output.finish_reason == "error":
             print(f"generate.py: {output.stop_reason}", file=sys.stderr)

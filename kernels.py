@@ -510,6 +510,7 @@ def report(prefill: Measurement, decode: Measurement, bandwidth: float, rate: fl
         f" {answer / prompt:.1f} times as much",
         f"this machine reads {bandwidth / 1e9:,.1f} GB/s and multiplies at {rate / 1e9:,.0f}"
         f" GFLOP/s: below {rate / bandwidth:.1f} FLOP/byte memory is the limit",
+        "(a share above 100%: caches, or the machine was busier when its limits were measured)",
         "",
         *_roofline({"P": prefill.total, "D": decode.total}, bandwidth, rate),
     ]

@@ -22,6 +22,7 @@ Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up
 Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
+              python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
 Imports       kv_cache, model, paged, sample, scheduler; never kernels.
@@ -35,7 +36,6 @@ import io
 import json
 import operator
 import os
-import platform
 import re
 import shutil
 import signal
@@ -46,6 +46,7 @@ import time
 import unicodedata
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -97,17 +98,19 @@ class Output:
 
 
 BUDGET, MAX_RUNNING = 512, 64
-MOST = {"budget": 2**20, "max_running": 2**16, "threads": 1024}
+MOST = {"budget": 2**20, "max_running": 2**16}
 
 
 class Engine:
     """A model, its cache, and the requests that are on their way.
 
     model       None (the default), a folder, a .gguf file, a name of models.json, a hub
-                repository (and its `revision`), or a Checkpoint; load as in model.load
+                repository (and its `revision`), or a Checkpoint
+    load        "auto", "safetensors" or "gguf" to insist, or "dummy": random weights for a
+                config.json, or whatever else `model.dummy` takes
     device      "cpu", "cuda" or "cuda:N" (default: cuda if there is one)
     dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
-    threads     CPU threads
+    threads     CPU threads (default: the cores this process may use, if PyTorch takes more)
     kv_memory   bytes of cache (default: from free memory)
     block_size  tokens a block of the cache holds: a power of two from 8 to 256
     max_len     most tokens of prompt and output (default: the model's positions, if they fit)
@@ -159,8 +162,7 @@ class Engine:
                 raise ValueError(f"{name} {value!r} is not an integer")
             if name in MOST and not 1 <= value <= MOST[name]:
                 raise ValueError(f"{name} {value} is not from 1 to {MOST[name]:,}")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        _set_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self._load(model, revision, load, progress)
@@ -516,7 +518,9 @@ class Engine:
     def _load(self, model, revision: str | None, load: str, progress):
         """Everything that comes from the checkpoint: weights, tokenizer, template, defaults."""
         checkpoint, defaults = model, {}
-        if not isinstance(model, models.Checkpoint):
+        if load == "dummy":
+            checkpoint = self._dummy(model, revision)
+        elif not isinstance(model, models.Checkpoint):
             path, entry = models.find(model, revision, self.say)
             checkpoint = models.load(path, load)
             checkpoint.name = entry.get("name", checkpoint.name)
@@ -537,6 +541,23 @@ class Engine:
             self.model = models.Model(
                 self.config, checkpoint.tensors, self.device, self.dtype, progress
             )
+
+    def _dummy(self, model, revision: str | None) -> models.Checkpoint:
+        """Random weights, and where there is no tokenizer one of bytes."""
+        if isinstance(model, models.Checkpoint) or revision is not None:
+            raise ValueError("load='dummy' takes neither a Checkpoint nor a revision")
+        checkpoint = models.dummy(model, self.device, self.dtype)
+        need, free = checkpoint.tensors.nbytes, _free_bytes(self.device)
+        if need > free:
+            raise ValueError(
+                f"{checkpoint.name} needs {need / 2**30:,.1f} GiB for its weights,"
+                f" {free / 2**30:,.1f} GiB are free"
+            )
+        self.say("random weights: the text means nothing, the times do")
+        if checkpoint.tokenizer is None and checkpoint.config.vocab > 256:
+            checkpoint.tokenizer = byte_tokenizer(vocab=checkpoint.config.vocab)
+            checkpoint.template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        return checkpoint
 
     def _stop_ids(self, checkpoint) -> set[int]:
         """Union of config.json, generation_config.json and the tokenizer's end of sequence."""
@@ -913,20 +934,55 @@ def read_bandwidth(device: torch.device) -> float:
 
     256 MiB are reduced six times and the best counts. Measured once, then kept.
     """
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
-    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    kept = models.CACHE / "bandwidth.json"
-    known = models.recall(kept)
-    if not isinstance(known.get(key), float) or known[key] < 1e6:  # not measured, or damaged
+
+    def measure() -> float:
         block = torch.ones(2048, 2**15, device=device)
         seconds = []
         for reduce in (block.sum, block.amax) * 3:
             started = time.perf_counter()
             reduce(-1).sum().item()
             seconds.append(time.perf_counter() - started)
-        known[key] = block.numel() * 4 / min(seconds)
-        models.keep(kept, known)
-    return known[key]
+        return block.numel() * 4 / min(seconds)
+
+    return models.known_rate(device, measure)
+
+
+def profile(engine: Engine, request: Request, path: str) -> str:
+    """Prefill against decode, on a request that has ended: its prompt in one step (or the part
+    of it that the budget allows), and the step after its first token, measured operation by
+    operation. Both run again, in blocks of their own; `path` gets their Chrome trace."""
+    tokens, prompt = request.tokens, request.prompt_tokens
+    own = Request(-1, tokens[:prompt], request.params, request.seed)
+    size, recorded = engine.scheduler.budget, engine.forward.recorded
+
+    @torch.inference_mode()
+    def run(start: int, n: int):
+        own.tokens, own.computed = tokens[: max(prompt, start + n)], start
+        engine._compute([(own, n)])
+
+    def step(start: int, n: int):
+        return start, n, partial(run, start, n)
+
+    with engine.step_lock, engine.on_device:
+        try:
+            engine.forward.recorded = {}  # operations, not their replay
+            if not engine.manager.grow(own, prompt + 1):
+                raise ValueError(f"no room in the cache for {prompt + 1:,} tokens to profile")
+            for start in range(0, prompt, size):
+                run(start, min(size, prompt - start))
+            run(prompt, 1)  # all has run once before it is measured
+            text = models.profile(
+                engine.model, step(0, min(size, prompt)), step(prompt, 1),
+                [("sampling", sys.modules[__name__], "sample"),
+                 ("prepare", type(engine.cache), "prepare")],
+                path, read_bandwidth(engine.device),
+                models.multiply_rate(engine.device, engine.dtype),
+            )  # fmt: skip
+        finally:
+            engine.forward.recorded = recorded
+            engine.manager.release(own)
+    size = os.path.getsize(path) / 1e6
+    return f"{text}\n\ntrace    {path} ({size:.1f} MB): both steps; ui.perfetto.dev opens it"
 
 
 def summary(engine: Engine, output: Output) -> str:
@@ -1039,17 +1095,73 @@ def memory_budget(device: str, total: int, needs: dict[str, int]) -> tuple[str, 
     return "\n".join(lines), left
 
 
+def _set_threads(threads: int | None):
+    """More threads than cores wait for each other: refused, and undone where it is a default."""
+    allowed, cores = available_cores()
+    if threads is None:
+        threads = min(torch.get_num_threads(), cores)
+    if not 1 <= threads <= allowed:
+        raise ValueError(f"threads {threads}: from 1 to the {allowed} that this process may use")
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def available_cores(root: Path = Path("/")) -> tuple[int, int]:
+    """CPUs that this process may use, and how many of them are cores of their own.
+
+    The least of the scheduler's affinity and every quota of a control group above the process
+    (what containers set): cpu.max of version 2, cpu.cfs_quota_us of version 1. A quota of 1.5
+    CPUs counts as 2. Two hardware threads of a core multiply no faster than one.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        count = os.cpu_count() or 1
+        return count, count
+    mine = os.sched_getaffinity(0)
+    allowed = min([len(mine), *_quotas(root)])
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_read(root / siblings.format(cpu)) or str(cpu) for cpu in mine}
+    return allowed, min(allowed, len(cores))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    groups = (line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines())
+    for _, controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        inner = top / path.strip("/")
+        for folder in [inner, *inner.parents]:  # of which a container may see the top only
+            if folder.is_relative_to(top):
+                if controllers:
+                    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                    words = [_read(folder / name) for name in names]
+                else:
+                    words = _read(folder / "cpu.max").split()
+                if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+                    yield max(1, -(-int(words[0]) // int(words[1])))
+
+
+def _read(path: Path) -> str:
+    """A small file of the system; "" where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _free_memory(longest: int) -> tuple[int, str]:
     """Bytes of main memory the cache may take, and why: half of what is free, and no more than
     4 GiB or one longest request takes, for others use the machine too."""
-    free = _free_ram()
+    free = _free_bytes(torch.device("cpu"))
     most = max(4 * 2**30, longest)
     if free // 2 < most:
         return free // 2, f"half of {free / 2**30:.3g} GiB free"
     return most, f"--kv-memory sets it; {free / 2**30:.3g} GiB are free"
 
 
-def _free_ram() -> int:
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -1429,6 +1541,26 @@ def _compile(pattern):
         return regex.compile(pattern, regex.V1 | regex.MULTILINE)
     except regex.error as error:
         raise ValueError(f"pattern {pattern!r} is not supported: {error}") from None
+
+
+def byte_tokenizer(letters: bytes = bytes(range(256)), vocab: int = 0) -> dict:
+    """A tokenizer.json of an id for each of `letters` and one that ends a text; further ids, up
+    to `vocab`, come out of no text and are written as their numbers."""
+    end = len(letters)
+    texts = {ALPHABET[byte]: i for i, byte in enumerate(letters)}
+    if vocab:
+        texts |= {"<end>": end, **{f"{ALPHABET[32]}{i}": i for i in range(end + 1, vocab)}}
+    return {
+        "model": {
+            "type": "BPE",
+            "vocab": texts,
+            "merges": [],
+        },
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": [{"id": end, "content": "<end>", "special": True}],
+        "special_tokens": {"eos_token": "<end>"},
+    }
 
 
 BEHAVIORS = "Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"
@@ -2231,6 +2363,8 @@ def parser() -> argparse.ArgumentParser:
     add("--system", help="system message before the prompt")
     add("--raw", action="store_true", help="continue the prompt as it is, without chat template")
     add("--model", help="folder, .gguf file, name in models.json or hub repository")
+    add("--load", choices=("auto", "safetensors", "gguf", "dummy"), default="auto",
+        help="insist on a format; dummy: random weights, a config is enough")  # fmt: skip
     add("--revision", help="branch, tag or commit of the hub repository")
     for name, (kind, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, help=text)
@@ -2259,6 +2393,9 @@ def parser() -> argparse.ArgumentParser:
     add("--graphs", action=argparse.BooleanOptionalAction,
         help="replay recorded decode steps (default: on a GPU)")  # fmt: skip
     add("--trace", action="store_true", help="print the request's timeline")
+    add("--profile", nargs="?", const="profile.json", metavar="FILE",
+        help="measure the prompt's step against a decode's, operation by operation, and write"
+        " their trace (default profile.json)")  # fmt: skip
     add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
     add("--quiet", action="store_true", help="the answer only (errors are still shown)")
     add("--json", action="store_true", help="print one JSON object instead of text")
@@ -2277,6 +2414,10 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--prompts goes without --prompt, --trace, --json and --demo")
     if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
+    if args.profile is not None and (
+        args.prompt is None or args.json or args.demo or (args.n or 1) > 1
+    ):
+        p.error("--profile follows one --prompt, without --json, --demo and --n")
     if args.logprobs is not None and not (args.json or many):
         p.error("--logprobs is shown by --json and --prompts only")
     if args.raw and (args.system is not None or args.template):
@@ -2292,9 +2433,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.demo:
             print(demo(), flush=True)
             return 0
+        if args.profile is not None:
+            _check_file(args.profile)
         jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
-            args.model, revision=args.revision, device=args.device, dtype=args.dtype,
+            args.model, revision=args.revision, load=args.load,
+            device=args.device, dtype=args.dtype,
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
@@ -2346,6 +2490,13 @@ def _fields(args) -> dict:
         "stop_token_ids": args.stop_token_id,
         "ignore_eos": args.ignore_eos,
     }
+
+
+def _check_file(path: str):
+    """What can be known of a file that is written at the end."""
+    folder = Path(path).resolve().parent
+    if not path or Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path or 'an empty name'}: no file that can be written")
 
 
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -2469,6 +2620,8 @@ def _answer(engine: Engine, prompt, params, template, args, say: Say) -> int:
         say(summary(engine, outputs[0]))
     if args.trace:
         print(trace(request, engine.load_s), file=sys.stderr)
+    if args.profile and outputs[0].finish_reason in ("stop", "length"):
+        print("\n" + profile(engine, request, args.profile), file=sys.stderr)
     for output in outputs:
         if output.finish_reason == "error":
             print(f"generate.py: {output.stop_reason}", file=sys.stderr)
@@ -2564,17 +2717,7 @@ def _chat(engine: Engine, params, template, args, say: Say) -> int:
 def byte_checkpoint(letters: bytes = bytes(range(256)), seed: int = 0) -> models.Checkpoint:
     """A tiny random model over bytes: an id for each of `letters`, one more ends a text."""
     checkpoint = models.random(models.tiny(vocab=len(letters) + 1), seed)
-    checkpoint.tokenizer = {
-        "model": {
-            "type": "BPE",
-            "vocab": {ALPHABET[byte]: i for i, byte in enumerate(letters)},
-            "merges": [],
-        },
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-        "decoder": {"type": "ByteLevel"},
-        "added_tokens": [{"id": len(letters), "content": "<end>", "special": True}],
-        "special_tokens": {"eos_token": "<end>"},
-    }
+    checkpoint.tokenizer = byte_tokenizer(letters)
     checkpoint.name = "a tiny random model"
     return checkpoint
 

@@ -28,13 +28,24 @@ Imports       nothing of ours.
 """
 
 import ctypes
+import functools
+import inspect
+import math
 import os
-from dataclasses import dataclass, field
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
 
 
 # ---------------------------------------------------------------- which body runs
@@ -829,9 +840,9 @@ def draw(scaled: Tensor, columns: Tensor, keys: Tensor, top_k: Tensor, first: Te
 
     scaled (R, V) float32, 0 for the best id, which is `first` (R, 1). columns (R, 4) float32: the
     noise floor, the log of what probabilities are shares of, top-p, and the log of min-p. keys
-    (R, 1, 2) int32 make the noise; top_k (R, 1) int64. A program searches its row for the winner, and
-    if top-k, top-p or min-p leave it out, for the winner of what ranks before it: nothing is
-    sorted, and nothing read back.
+    (R, 1, 2) int32 make the noise; top_k (R, 1) int64. A program searches its row for the
+    winner, and if top-k, top-p or min-p leave it out, for the winner of what ranks before it:
+    nothing is sorted, and nothing read back.
     """
     R, V = scaled.shape
     ids = torch.empty(R, dtype=torch.int64, device=scaled.device)
@@ -854,7 +865,7 @@ def draw_kernel(scaled, columns, keys, top_k, first, ids, V, BLOCK: tl.constexpr
     value = tl.zeros((), tl.float32) - 100  # ids that rank before (value, winner) are in question
     searching = True
     while searching:
-        limit, limit_id = value, winner
+        limit, limit_id, winner = value, winner, best
         record = tl.zeros((), tl.float64) - 1e9
         for start in range(0, V, BLOCK):
             i = start + tl.arange(0, BLOCK)
@@ -940,6 +951,293 @@ class Graphs:
             with torch.cuda.graph(graph, pool=pool):
                 result = self.run(step)
             self.recorded[size] = graph, result
+
+
+# ---------------------------------------------------------------- what an operation costs
+
+
+@dataclass
+class Call:
+    """One or several calls of an operation: the bytes they must move, the FLOPs they must do,
+    and how long they took."""
+
+    name: str
+    nbytes: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    count: int = 1
+
+
+def _linear_cost(result, spans, x, weight, *rest) -> tuple[int, float]:
+    return weight.nbytes + x.nbytes + result.nbytes, 2.0 * result.numel() * x.shape[-1]
+
+
+def _attention_cost(result, spans, q, keys, values, view, causal=True, **rest):
+    """What a request has stored is read once; its row at position p meets p + 1 of it."""
+    heads, dim = q.shape[-2:]
+    token_bytes = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
+    stored = sum(start + n for start, n in spans)
+    pairs = sum(n * (start + n) - causal * (n * (n - 1) // 2) for start, n in spans)
+    return stored * token_bytes + q.nbytes + result.nbytes, 4.0 * heads * dim * pairs
+
+
+def _store_cost(result, spans, k, v, *rest) -> tuple[int, float]:
+    return 2 * (k.nbytes + v.nbytes), 0.0
+
+
+def _experts_cost(result, spans, x, chosen, weights, gate_up, down) -> tuple[int, float]:
+    """Each expert that is chosen at all is read once."""
+    each = gate_up[0].nbytes + down[0].nbytes
+    flops = 2.0 * chosen.numel() * each / x.element_size()
+    return len(chosen.unique()) * each + x.nbytes + result.nbytes, flops
+
+
+def _plain_cost(result, spans, *given, **options) -> tuple[int, float]:
+    """Of all others: tensors and weights in and out once, 4 FLOPs an element of the largest."""
+    values = [x for x in (*given, *options.values(), result) if isinstance(x, Tensor | Packed)]
+    elements = max((x.numel() for x in values if isinstance(x, Tensor)), default=0)
+    return sum(x.nbytes for x in values), 4.0 * elements
+
+
+COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and its arguments
+    "linear": _linear_cost,
+    "attention": _attention_cost,
+    "store_kv": _store_cost,
+    "experts": _experts_cost,
+}
+
+
+@contextmanager
+def measured(spans, names: dict[int, str] | None = None, also=(), ranges: bool = False):
+    """Record every operation that is called meanwhile: the list of Calls, as they come.
+
+    An operation is a public function of this file whose first argument is a tensor; what it
+    calls itself belongs to it. They are exchanged for recording ones and put back at the end:
+    at other times nothing is recorded and nothing is slower.
+
+    spans   the step's requests as (first position, rows), for attention
+    names   id of a weight -> what a call with it is named, instead of the operation's name
+    also    further functions to record: (name, owner, attribute)
+    ranges  open a range of torch.profiler for each call
+    """
+    ours = sys.modules[__name__]
+    found = [(name, ours, name) for name, value in vars(ours).items() if _is_operation(value)]
+    found += also
+    before = [getattr(owner, attribute) for _, owner, attribute in found]
+    recorder = _Recorder(spans, names or {}, ranges)
+    try:
+        for (name, owner, attribute), function in zip(found, before):
+            setattr(owner, attribute, recorder.around(name, function))
+        yield recorder.calls
+    finally:
+        for (_, owner, attribute), function in zip(found, before):
+            setattr(owner, attribute, function)
+
+
+def _is_operation(value) -> bool:
+    if not inspect.isfunction(value) or value.__module__ != __name__ or value.__name__[0] == "_":
+        return False
+    types = inspect.get_annotations(value)
+    return next(iter(types.values()), None) is Tensor and types.get("return") is not bool
+
+
+class _Recorder:
+    def __init__(self, spans, names: dict[int, str], ranges: bool):
+        self.spans, self.names, self.ranges = spans, names, ranges
+        self.calls: list[Call] = []
+        self.inside = False  # of a call that is being recorded
+
+    def around(self, name: str, function):
+        cost = COSTS.get(name, _plain_cost)
+
+        @functools.wraps(function)
+        def run(*given, **options):
+            if self.inside:
+                return function(*given, **options)
+            label = next((self.names[id(x)] for x in given if id(x) in self.names), name)
+            self.inside = True
+            try:
+                with record_function(label) if self.ranges else nullcontext():
+                    began = time.perf_counter()
+                    result = function(*given, **options)
+                    seconds = time.perf_counter() - began
+            finally:
+                self.inside = False
+            nbytes, flops = cost(result, self.spans, *given, **options)
+            self.calls.append(Call(label, nbytes, flops, seconds))
+            return result
+
+        return run
+
+
+@dataclass
+class Measurement:
+    """A step of an engine, and what came out when it was measured.
+
+    run does the step and returns when its work is done; spans are its requests, as above.
+    `seconds` is all of it: its calls and what lies between them.
+    """
+
+    title: str
+    spans: list[tuple[int, int]]
+    run: Callable[[], object]
+    seconds: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+
+    def measure(self, names, also=()):
+        """Run it five times, or as often as a second allows: the run of median time counts."""
+        runs: list[tuple[float, list[Call]]] = []
+        while not runs or len(runs) < 5 and sum(seconds for seconds, _ in runs) < 1:
+            with measured(self.spans, names, also) as calls:
+                began = time.perf_counter()
+                self.run()
+                runs.append((time.perf_counter() - began, calls))
+        self.seconds, self.calls = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+
+    @property
+    def rows(self) -> int:
+        return sum(n for _, n in self.spans)
+
+    @property
+    def total(self) -> Call:
+        return replace(total("all", self.calls), seconds=self.seconds)
+
+
+def total(name: str, calls: list[Call]) -> Call:
+    columns = zip(*((call.nbytes, call.flops, call.seconds, call.count) for call in calls))
+    return Call(name, *(sum(column) for column in columns))
+
+
+def trace(steps: list[Measurement], path, names, also=(), cuda: bool = False):
+    """Run steps once more under torch.profiler and write its Chrome trace to `path`.
+
+    On a GPU a call only orders work: its seconds become those that its kernels ran, which
+    the profiler knows (no GPU has run this yet). OSError: `path` cannot be written.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells standard error what it does
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with torch.profiler.profile(activities=activities) as profiler:
+        for step in steps:
+            with record_function(step.title):
+                with measured(step.spans, names, also, ranges=True) as calls:
+                    step.run()
+            if cuda:
+                step.calls = calls
+    if cuda:
+        set_seconds([call for step in steps for call in step.calls], profiler.events())
+    with tempfile.TemporaryDirectory() as folder:  # the profiler keeps its failures to itself
+        profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
+        shutil.copyfile(os.path.join(folder, "trace.json"), path)
+
+
+def set_seconds(calls: list[Call], events, time_us: str = "device_time_total"):
+    """Give calls, in their order, the time that torch.profiler's events of their names have."""
+    names = {call.name for call in calls}
+    ranges = [e for e in events if e.name in names and e.device_type == DeviceType.CPU]
+    ranges.sort(key=lambda event: event.time_range.start)
+    for call, event in zip(calls, ranges, strict=True):
+        call.seconds = getattr(event, time_us) / 1e6
+
+
+def multiply_rate(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """FLOPs a second of `linear` on a large square product: the best of four."""
+    size = size or (8192 if device.type == "cuda" else 2048)
+    x = torch.ones(size, size, dtype=dtype, device=device)
+    weight, seconds = pack(x), []
+    for _ in range(4):
+        began = time.perf_counter()
+        linear(x, weight)[0, 0].item()  # waits for a GPU
+        seconds.append(time.perf_counter() - began)
+    return 2.0 * size**3 / min(seconds)
+
+
+def report(prefill: Measurement, decode: Measurement, bandwidth: float, rate: float) -> str:
+    """Both steps for people: a table of operations for each, what a token costs, and how far
+    from this machine's limits they are, bandwidth (bytes/s) and rate (FLOP/s) as measured."""
+    lines = []
+    for step in (prefill, decode):
+        lines += [*_table(step, bandwidth, rate), ""]
+    prompt, answer = prefill.seconds / prefill.rows, decode.seconds / decode.rows
+    lines += [
+        f"a prompt token takes {1e3 * prompt:.3g} ms, an answer token {1e3 * answer:.3g} ms:"
+        f" {answer / prompt:.1f} times as much",
+        f"this machine reads {bandwidth / 1e9:,.1f} GB/s and multiplies at {rate / 1e9:,.0f}"
+        f" GFLOP/s: below {rate / bandwidth:.1f} FLOP/byte memory is the limit",
+        "(a share above 100%: caches, or the machine was busier when its limits were measured)",
+        "",
+        *_roofline({"P": prefill.total, "D": decode.total}, bandwidth, rate),
+    ]
+    return "\n".join(lines)
+
+
+def _table(step: Measurement, bandwidth: float, rate: float) -> list[str]:
+    """A line for each operation, in the order of the first calls."""
+    groups: dict[str, list[Call]] = {}
+    for call in step.calls:
+        groups.setdefault(call.name, []).append(call)
+    calls = [total(name, group) for name, group in groups.items()]
+    between = max(0.0, step.seconds - sum(call.seconds for call in calls))
+    calls += [Call("between them", seconds=between, count=0), step.total]
+    rows = f"{step.rows:,} token" + "s" * (step.rows > 1)
+    context = max(start + n for start, n in step.spans)
+    return [
+        f"{step.title}: {rows} in one step, context {context:,}, {1e3 * step.seconds:,.1f} ms",
+        f"{'operation':<17}{'calls':>6}{'ms':>9}{'share':>6}{'MB':>9}{'GFLOP':>9}{'FLOP/byte':>10}"
+        f"{'GB/s':>8}{'GFLOP/s':>9}  share of a limit",
+        *(_line(call, step.seconds, bandwidth, rate) for call in calls),
+    ]
+
+
+def _line(call: Call, whole_s: float, bandwidth: float, rate: float) -> str:
+    line = f"{call.name:<17}{call.count or '':>6}{1e3 * call.seconds:>9,.2f}"
+    line += f"{call.seconds / whole_s:>6.0%}"
+    if not call.nbytes or not call.seconds:
+        return line
+    memory, arithmetic = (x / call.seconds for x in (call.nbytes / bandwidth, call.flops / rate))
+    return (
+        f"{line}{call.nbytes / 1e6:>9,.1f}{call.flops / 1e9:>9,.2f}"
+        f"{call.flops / call.nbytes:>10,.1f}{call.nbytes / call.seconds / 1e9:>8,.1f}"
+        f"{call.flops / call.seconds / 1e9:>9,.1f}"
+        f"  {'memory' if memory > arithmetic else 'arithmetic'} {max(memory, arithmetic):.0%}"
+    )
+
+
+def _roofline(points: dict[str, Call], bandwidth: float, rate: float) -> list[str]:
+    """Marks at their FLOP/byte and FLOP/s, under the most a machine can do of these (Williams
+    et al. 2009); both axes are logarithmic."""
+    columns, rows = 61, 9
+    places = {mark: (c.flops / c.nbytes, c.flops / c.seconds) for mark, c in points.items()}
+    intensities = [rate / bandwidth, *(x for x, _ in places.values())]
+    left, right = math.floor(math.log2(min(intensities))), math.ceil(math.log2(max(intensities)))
+    left, right = left - 1, right + 1
+    bottom = min(bandwidth * 2**left, *(y for _, y in places.values()))
+
+    def row(y: float) -> int:
+        return round((rows - 1) * math.log(rate / min(y, rate)) / math.log(rate / bottom))
+
+    def column(x: float) -> int:
+        return round((columns - 1) * (math.log2(x) - left) / (right - left))
+
+    grid = [[" "] * columns for _ in range(rows)]
+    for i in range(columns):
+        roof = bandwidth * 2 ** (left + i * (right - left) / (columns - 1))
+        grid[row(roof)][i] = "/" if roof < rate else "-"
+    for mark, (x, y) in places.items():
+        grid[row(y)][column(x)] = mark
+    scale, end = [" "] * (columns + 8), 0
+    for power in range(left, right + 1):
+        text, at = f"{2.0**power:g}", column(2.0**power)
+        if at >= end:
+            scale[at : at + len(text)] = text
+            end = at + len(text) + 3
+    labels = {0: f"{rate / 1e9:,.3g}", rows - 1: f"{bottom / 1e9:,.3g}"}
+    return [
+        "  GFLOP/s",
+        *(f"{labels.get(i, ''):>9} |{''.join(line).rstrip()}" for i, line in enumerate(grid)),
+        f"{'':>9} +{'-' * columns}",
+        f"{'':>11}{''.join(scale).rstrip()}  FLOP/byte",
+        f"{'':>11}P: prefill, D: decode. / memory is the limit, - arithmetic is",
+    ]
 
 
 # ---------------------------------------------------------------- the experiment

@@ -29,9 +29,11 @@ Imports       kernels (operations), kv_cache (LayerSpec, layers, checks of field
               also its cache).
 """
 
+import functools
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -424,6 +426,17 @@ class Model:
         """hidden (R, E), already normed, -> (R, V)."""
         return kernels.linear(hidden, self.head)
 
+    def names(self) -> dict[int, str]:
+        """What each weight matrix is for, by its id: the lines of a profile."""
+        names = {id(self.head): "logits"}
+        for _, attention, _, mlp in self.layers:
+            names |= {id(attention.qkv): "linear q, k, v", id(attention.out): "linear out"}
+            if isinstance(mlp, Experts):
+                names[id(mlp.router)] = "linear router"
+            else:
+                names |= {id(mlp.gate_up): "linear gate, up", id(mlp.down): "linear down"}
+        return names
+
     def _read_bytes(self) -> int:
         """Bytes of weights one decoded token reads: all but unused experts and embedding rows."""
         unused = 0 if self.config.tied else self.embedding.numel() * self.embedding.element_size()
@@ -484,6 +497,23 @@ def cpu_has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def profile(model: Model, prefill, decode, also, path, bandwidth: float, rate: float) -> str:
+    """Measure two steps of an engine over this model and explain them; a trace goes to `path`.
+
+    prefill, decode: (first position, rows, what runs the step); also: functions outside of
+    this file to show, see `kernels.measured`. bandwidth in bytes/s, rate in FLOP/s.
+    """
+    names = model.names()
+    steps = [
+        kernels.Measurement(title, [(start, n)], run)
+        for title, (start, n, run) in (("prefill", prefill), ("decode", decode))
+    ]
+    for step in steps:
+        step.measure(names, also)
+    kernels.trace(steps, path, names, also, model.embedding.device.type == "cuda")
+    return kernels.report(*steps, bandwidth, rate)
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -508,7 +538,8 @@ def load(path: str | Path, load: str = "auto") -> Checkpoint:
     """Read a folder (config.json, *.safetensors, tokenizer.json) or a .gguf file.
 
     load: "auto", or "safetensors" or "gguf" to insist. Tensors stay on disk until they are
-    used. ValueError, one sentence, for whatever is missing, broken or unsupported.
+    used. ValueError, one sentence, for whatever is missing, broken or unsupported. `dummy`
+    makes one without weights.
     """
     path = Path(path)
     if load not in ("auto", "safetensors", "gguf"):
@@ -534,7 +565,7 @@ def _json(path: Path, absent: dict | None = None) -> dict:
     return value
 
 
-def _load_folder(folder: Path) -> Checkpoint:
+def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
@@ -547,7 +578,7 @@ def _load_folder(folder: Path) -> Checkpoint:
             token["special"] = token.get("special", False) or token.get("content") in named.values()
     return Checkpoint(
         config,
-        _safetensors(folder),
+        _safetensors(folder) if tensors is None else tensors,
         tokenizer or None,
         _template(folder, settings),
         _json(folder / "generation_config.json", absent={}),
@@ -605,6 +636,112 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: truncated or not safetensors ({error})")
     return tensors
+
+
+# ---------------------------------------------------------------- random weights
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of this shape: Hugging Face name -> shape."""
+    E, V = config.width, config.vocab
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
+
+    def linear(name: str, out: int, width: int, bias: bool):
+        table[name + ".weight"] = (out, width)
+        if bias:
+            table[name + ".bias"] = (out,)
+
+    def mlp(prefix: str, inner: int, bias: bool):
+        linear(prefix + "gate_proj", inner, E, bias)
+        linear(prefix + "up_proj", inner, E, bias)
+        linear(prefix + "down_proj", E, inner, bias)
+
+    for i, spec in enumerate(config.specs):
+        layer = f"model.layers.{i}."
+        table[layer + "input_layernorm.weight"] = (E,)
+        table[layer + "post_attention_layernorm.weight"] = (E,)
+        linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
+        if config.qk_norm:
+            table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
+            table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
+        if i in config.expert_layers:
+            linear(layer + "mlp.gate", config.experts, E, False)
+            for e in range(config.experts):
+                mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
+        else:
+            mlp(layer + "mlp.", config.mlp, config.mlp_bias)
+    table["model.norm.weight"] = (E,)
+    if not config.tied:
+        linear("lm_head", V, E, False)
+    return table
+
+
+class RandomTensors(Mapping):
+    """A checkpoint's tensors made up as they are asked for: each is a piece of one random tape,
+    which repeats, so that making them costs no more than writing them.
+
+    Matrices have variance 1 / width, norms are near 1. The tape's length is prime: rows of a
+    matrix, of whatever width, begin at other places of it. The same on every device, but for
+    rounding.
+    """
+
+    TAPE = 1_048_583
+
+    def __init__(self, config: Config, device="cpu", dtype: torch.dtype = torch.float32):
+        self.shapes, self.device, self.dtype = shapes(config), torch.device(device), dtype
+        draw = torch.Generator().manual_seed(0)
+        self.tape = torch.randn(self.TAPE, generator=draw).to(self.device, dtype)
+        self.starts = {name: 7919 * i % self.TAPE for i, name in enumerate(self.shapes)}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, at, done = self.shapes[name], self.starts[name], 0
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+        flat = torch.empty(math.prod(shape), device=self.device, dtype=self.dtype)
+        while done < len(flat):
+            count = min(len(flat) - done, self.TAPE - at)
+            torch.mul(self.tape[at : at + count], scale, out=flat[done : done + count])
+            done, at = done + count, 0
+        return (flat + 1 if "norm" in name else flat).view(shape)
+
+    def __iter__(self):
+        return iter(self.shapes)
+
+    def __len__(self):
+        return len(self.shapes)
+
+
+def dummy(name: str | Path | None, device="cpu", dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """Random weights for a config: what a model costs, without its weights and any network.
+
+    name: a config.json, a folder with one (its tokenizer and template are used too), a .gguf
+    file, a name of models.json, or None for the default. ValueError where it is none of these.
+    """
+    path = Path(name or "an empty name")
+    entry = {} if path.exists() else _entry(name)
+    if entry:
+        checkpoint = Checkpoint(Config.from_hf(entry["config"]), {}, name=entry["name"])
+    elif path.suffix.lower() == ".gguf":
+        checkpoint = load(path)
+    elif path.is_dir():
+        checkpoint = _load_folder(path, {})
+    elif path.is_file():
+        checkpoint = Checkpoint(Config.from_hf(_json(path)), {}, name=path.resolve().parent.name)
+    else:
+        known = ", ".join(one["name"] for one in _entries())
+        raise ValueError(
+            f"{path}: random weights need a config.json, a folder with one, a .gguf file, or"
+            f" one of {known}"
+        )
+    checkpoint.tensors = RandomTensors(checkpoint.config, device, dtype)
+    return checkpoint
 
 
 # ---------------------------------------------------------------- GGUF
@@ -985,11 +1122,8 @@ def find(name: str | Path | None, revision: str | None = None, say=None) -> tupl
     too. ValueError where there is no such model, or a revision of something that has none.
     """
     tell, out = say or (lambda line: None), sys.stderr if say else subprocess.DEVNULL
-    entries = {entry["name"].lower(): entry for entry in json.loads(MODELS.read_text("utf-8"))}
-    if name is None:
-        name = next(entry["name"] for entry in entries.values() if "pypi" in entry)
-    name = str(name)  # a Path is welcome too
-    entry = entries.get(name.lower(), {})
+    entry = _entry(name)
+    name = str(entry["name"] if name is None else name)  # a Path is welcome too
     local = name and (Path(name).exists() or name.lower().endswith(".gguf"))
     if revision and (local or "pypi" in entry):
         raise ValueError(f"revision {revision!r}: {name} is not a hub repository")
@@ -1006,6 +1140,17 @@ def find(name: str | Path | None, revision: str | None = None, say=None) -> tupl
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         raise ValueError(f"{name[:200] or 'an empty name'}: no such file or folder. {WAYS}")
     return _from_hub(repo, revision), {"name": repo, **entry}
+
+
+def _entries() -> list[dict]:
+    return json.loads(MODELS.read_text("utf-8"))
+
+
+def _entry(name: str | Path | None) -> dict:
+    """What models.json has of a name, {} if it is not there; of None, the default model."""
+    if name is None:
+        return next(entry for entry in _entries() if "pypi" in entry)
+    return next((one for one in _entries() if one["name"].lower() == str(name).lower()), {})
 
 
 def _from_registry(entry: dict, say, out) -> Path:
@@ -1080,45 +1225,26 @@ def keep(path: Path, content: dict):
         pass  # a read-only home: found out again next time
 
 
+def known_rate(device: torch.device, measure, what: str = "") -> float:
+    """A rate of this machine, above 1e6 a second, with the threads in use: measured once by
+    `measure`, then kept in the cache folder under `what`, and again if that is damaged."""
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
+    key = f"{place}, {torch.get_num_threads()} threads, torch {torch.__version__}{what}"
+    kept = CACHE / "bandwidth.json"
+    known = recall(kept)
+    if not isinstance(known.get(key), float) or known[key] < 1e6:
+        known[key] = measure()
+        keep(kept, known)
+    return known[key]
+
+
+def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second of this machine in large products of a type; measured once, then kept."""
+    measure = functools.partial(kernels.multiply_rate, device, dtype)
+    return known_rate(device, measure, f", {dtype} products")
+
+
 # ---------------------------------------------------------------- the experiment
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of this shape: Hugging Face name -> shape."""
-    E, V = config.width, config.vocab
-    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
-
-    def linear(name: str, out: int, width: int, bias: bool):
-        table[name + ".weight"] = (out, width)
-        if bias:
-            table[name + ".bias"] = (out,)
-
-    def mlp(prefix: str, inner: int, bias: bool):
-        linear(prefix + "gate_proj", inner, E, bias)
-        linear(prefix + "up_proj", inner, E, bias)
-        linear(prefix + "down_proj", E, inner, bias)
-
-    for i, spec in enumerate(config.specs):
-        layer = f"model.layers.{i}."
-        table[layer + "input_layernorm.weight"] = (E,)
-        table[layer + "post_attention_layernorm.weight"] = (E,)
-        linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
-        if config.qk_norm:
-            table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
-            table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
-        if i in config.expert_layers:
-            linear(layer + "mlp.gate", config.experts, E, False)
-            for e in range(config.experts):
-                mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
-        else:
-            mlp(layer + "mlp.", config.mlp, config.mlp_bias)
-    table["model.norm.weight"] = (E,)
-    if not config.tied:
-        linear("lm_head", V, E, False)
-    return table
 
 
 def random(config: Config, seed: int = 0) -> Checkpoint:

@@ -1571,6 +1571,7 @@ def test_a_checkpoint_without_template_takes_no_messages():
     [
         ({"threads": 0}, "threads 0"),
         ({"threads": -2}, "threads -2"),
+        ({"load": "dummy"}, "neither a Checkpoint"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"dtype": torch.int32}, "dtype torch.int32"),
@@ -1607,13 +1608,256 @@ def test_unknown_keywords_are_refused():
         build().generate("hi", sampling=None)
 
 
-def test_threads_are_set():
+@pytest.mark.parametrize(
+    ("given", "allowed", "then"),
+    [(3, (8, 4), 3), (8, (8, 4), 8), (None, (8, 4), 4), (None, (8, 8), 6), (None, (1, 1), 1)],
+)
+def test_threads_are_set_and_a_default_is_lowered_to_the_cores(given, allowed, then, monkeypatch):
     before = torch.get_num_threads()
+    monkeypatch.setattr(generate, "available_cores", lambda: allowed)
     try:
-        build(threads=2)
-        assert torch.get_num_threads() == 2
+        torch.set_num_threads(6)  # what PyTorch would take
+        build(threads=given)
+        assert torch.get_num_threads() == then
     finally:
         torch.set_num_threads(before)
+
+
+CPU = "sys/fs/cgroup/cpu"
+QUOTAS = {  # files below / -> CPUs that may be used, of 8
+    "none": ({}, 8),
+    "v2": ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 2),
+    "v2, above": ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "300000 100000"}, 3),
+    "v2, own root": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "20000 100000"}, 1),
+    "v2, least": (
+        {
+            "proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000",
+            "sys/fs/cgroup/cpu.max": "400000 100000",
+        },
+        4,
+    ),
+    "v1": (
+        {
+            "proc/self/cgroup": "5:memory:/x\n3:cpu,cpuacct:/d\n0::/",
+            f"{CPU}/d/cpu.cfs_quota_us": "250000", f"{CPU}/d/cpu.cfs_period_us": "100000",
+        },
+        3,
+    ),
+    "v1, seen from inside": (
+        {
+            "proc/self/cgroup": "3:cpu:/docker/d", f"{CPU}/cpu.cfs_quota_us": "50000",
+            f"{CPU}/cpu.cfs_period_us": "100000",
+        },
+        1,
+    ),
+    "v1, no limit": (
+        {
+            "proc/self/cgroup": "3:cpu:/", f"{CPU}/cpu.cfs_quota_us": "-1",
+            f"{CPU}/cpu.cfs_period_us": "100000",
+        },
+        8,
+    ),
+    "more than there are": (
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "1600000 100000"}, 8,
+    ),
+    "damaged": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "many"}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_a_containers_quota_counts_as_cores(name, tmp_path, monkeypatch):
+    files, expected = QUOTAS[name]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text + "\n")
+    assert generate.available_cores(tmp_path) == (expected, expected)
+
+
+def test_two_threads_of_a_core_are_one_core(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 5}, raising=False)
+    for cpu, siblings in {0: "0,4", 1: "1,5", 2: "2,6", 5: "1,5"}.items():
+        file = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(siblings)
+    assert generate.available_cores(tmp_path) == (4, 3)
+
+
+# ---------------------------------------------------------------- prefill against decode
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The machine's rates are known: measuring them takes a second."""
+    monkeypatch.setattr(models, "multiply_rate", lambda device, dtype: 1e11)
+
+
+def ended(engine: Engine, prompt="Octavo reads on", **settings):
+    stream = engine.stream(prompt, greedy(4, **settings))
+    for _ in stream:
+        pass
+    return stream.request
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": 8}, {"reserve": True}, {"block_size": 8}])
+def test_a_profile_runs_both_steps_and_leaves_nothing(settings, measured, tmp_path):
+    engine = build(**settings)
+    request = ended(engine)
+    state = [*request.tokens], request.computed, engine.manager.cached, engine.counts.steps
+    text = generate.profile(engine, request, str(tmp_path / "p.json"))
+    n = min(15, engine.scheduler.budget)
+    assert re.search(rf"^prefill: {n} tokens in one step, context {n}, ", text, re.M)
+    assert re.search(r"^decode: 1 token in one step, context 16, ", text, re.M)
+    for name in ("prepare", "rms_norm", "rope", "store_kv", "attention", "logits"):
+        assert len(re.findall(f"^{name} ", text, re.M)) == 2, name
+    sampled = len(re.findall("^sampling ", text, re.M))
+    assert sampled == (2 if n == 15 else 1), "a chunk of a prompt is not sampled"
+    events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    assert {"prefill", "decode", "attention", "sampling"} <= names
+    check_idle(engine)
+    assert state == (request.tokens, request.computed, engine.manager.cached, engine.counts.steps)
+    again = engine.generate("Octavo reads on", greedy(4))[0]
+    assert again.token_ids == request.output
+
+
+@pytest.mark.parametrize("budget", [4, 8, 64])
+def test_a_profiles_steps_are_those_of_the_answer(budget, measured, tmp_path, monkeypatch):
+    """Its decode reads the whole prompt's keys, and draws the token that the answer has."""
+    engine = build(budget=budget)
+    request = ended(engine)
+    for buffer in engine.cache.pools:
+        buffer.fill_(math.nan)
+    compute, drawn = engine._compute, []
+
+    def kept(plan):
+        step, ids, logprobs = compute(plan)
+        drawn.append((plan[0][0].computed, plan[0][1], ids))
+        return step, ids, logprobs
+
+    monkeypatch.setattr(engine, "_compute", kept)
+    generate.profile(engine, request, str(tmp_path / "p.json"))
+    decodes = [ids for start, _, ids in drawn if start == 15]
+    assert len(decodes) >= 3 and all(ids == request.output[1:2] for ids in decodes)
+    assert {(start, n) for start, n, _ in drawn if start == 0} == {(0, min(budget, 15))}
+
+
+@pytest.mark.parametrize("where", ["profile", "read_bandwidth"])
+def test_a_profile_that_is_interrupted_gives_its_blocks_back(
+    where, measured, monkeypatch, tmp_path
+):
+    engine = build()
+    request = ended(engine)
+    owner = models if where == "profile" else generate
+    monkeypatch.setattr(owner, where, raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        generate.profile(engine, request, str(tmp_path / "p.json"))
+    check_idle(engine)
+    assert engine.generate("Octavo reads on", greedy(4))[0].token_ids == request.output
+
+
+def test_a_profile_without_room_is_refused(measured, tmp_path):
+    engine = build(kv_memory=pool(3), prefix_cache=False)
+    request = ended(engine)
+    blocker = engine.add("x" * 33, greedy(9))
+    engine.step()
+    with pytest.raises(ValueError, match="no room in the cache for 16 tokens"):
+        generate.profile(engine, request, str(tmp_path / "p.json"))
+    engine.abort(blocker)
+    check_idle(engine)
+
+
+def test_profile_prints_the_answer_as_ever_and_writes_its_file(cli, measured, tmp_path):
+    path = tmp_path / "out.json"
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--profile", str(path))
+    assert (code, out) == (0, answer("u:hi\na:") + "\n")
+    for words in ("^tokens ", "^prefill: 7 tokens", "^decode: 1 token", "^a prompt token takes",
+                  f"^trace    {re.escape(str(path))} "):  # fmt: skip
+        assert re.search(words, err, re.M), err
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_profiles_default_file_is_in_the_current_folder(cli, measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli("--prompt", "hi", *GREEDY, "--profile")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--profile",),
+        ("--prompts", "x", "--profile"),
+        ("--prompt", "hi", "--json", "--profile"),
+        ("--prompt", "hi", "--n", "2", "--profile"),
+        ("--demo", "--profile"),
+    ],
+)
+def test_a_profile_is_of_one_prompt(cli, flags):
+    code, out, err = cli(*flags)
+    assert (code, out) == (2, "") and "--pro" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("path", ["", ".", "none/p.json"])
+def test_a_profiles_file_is_refused_before_the_model_is_loaded(cli, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "Engine", raising(AssertionError("loaded")))
+    code, out, err = cli("--prompt", "hi", "--profile", path)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "no file that can be written" in err
+
+
+# ---------------------------------------------------------------- random weights
+
+
+@pytest.fixture
+def config(folder, tmp_path) -> Path:
+    """A config.json and nothing else."""
+    shape = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 300}))
+    return tmp_path / "config.json"
+
+
+def test_a_config_alone_answers_with_random_weights(config, capsys):
+    flags = ("--prompt", "hi", "--load", "dummy", "--device", "cpu", "--dtype", "float32")
+    code = generate.main([*flags, "--model", str(config), *GREEDY])
+    out, err = capsys.readouterr()
+    assert code == 0 and out.strip()
+    assert "random weights: the text means nothing, the times do\n" in err
+    assert "tokens   3 prompt + 12 output" in err  # "hi" and the end of a message, in bytes
+    assert generate.main([*flags, "--model", str(config), *GREEDY]) == 0
+    assert capsys.readouterr()[0] == out, "the same weights every time"
+
+
+def test_random_weights_write_ids_that_are_no_bytes_as_numbers(config):
+    engine = Engine(str(config), load="dummy", device="cpu", dtype="float32", max_len=64)
+    assert engine.bytes_of(104) == b"h" and engine.bytes_of(299) == b" 299"
+    assert engine.stop_ids == {256} and engine.tokenizer.encode("h 299") == [*b"h 299"]
+
+
+def test_random_weights_use_a_folders_tokenizer(folder):
+    engine = Engine(str(folder), load="dummy", device="cpu", dtype="float32", max_len=64)
+    assert engine.stop_ids == {END}
+    with pytest.raises(ValueError, match="300"):
+        engine.add([300])
+    assert engine.generate("hi", greedy(3))[0].finish_reason == "length"
+
+
+def test_random_weights_of_few_ids_take_ids_only(config):
+    shape = json.loads(config.read_text())
+    config.write_text(json.dumps(shape | {"vocab_size": 256}))
+    engine = Engine(str(config), load="dummy", device="cpu", dtype="float32", max_len=64)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.add("hi")
+    assert len(engine.generate([1, 2], greedy(3))[0].token_ids) == 3
+
+
+def test_random_weights_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(generate, "_free_bytes", lambda device: 10 * 2**30)
+    made = []
+    monkeypatch.setattr(models.RandomTensors, "__getitem__", lambda self, name: made.append(name))
+    with pytest.raises(ValueError, match=r"Qwen3-32B needs 61\.0 GiB .*10\.0 GiB are free"):
+        Engine("Qwen3-32B", load="dummy", device="cpu", dtype="bfloat16")
+    assert not made
 
 
 # ---------------------------------------------------------------- the command line
@@ -2214,10 +2458,11 @@ def test_an_engine_refuses_what_is_no_integer(name):
         build(**{name: "2"})
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1025, 2**40])
-def test_threads_have_a_limit(threads):
+@pytest.mark.parametrize("threads", [0, -1, 3, 2**40])
+def test_threads_have_a_limit(threads, monkeypatch):
     """Five thousand threads ran for a minute and said two words."""
-    with pytest.raises(ValueError, match="from 1 to 1,024"):
+    monkeypatch.setattr(generate, "available_cores", lambda: (2, 1))
+    with pytest.raises(ValueError, match=f"threads {threads}: from 1 to the 2 that"):
         build(threads=threads)
 
 

@@ -1,14 +1,21 @@
 """kernels.py: every operation by hand, against float64, and row by row."""
 
 import dataclasses
+import json
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
+import kernels
 from kernels import (
     Buffer,
+    Call,
     Layout,
+    Measurement,
     View,
     allow,
     attention,
@@ -220,7 +227,174 @@ def test_a_buffer_is_written_and_the_part_that_was_written_comes_back():
         buffer.fill([0] * 6)
 
 
+def cost(name, result, spans, *given, **options):
+    return kernels.COSTS.get(name, kernels._plain_cost)(result, spans, *given, **options)
+
+
+def test_a_linear_reads_its_weight_once_and_multiplies_and_adds_for_every_row():
+    weight = pack(randn(5, 4))
+    x = randn(3, 4)
+    # (5 x 4 weights + 3 x 4 in + 3 x 5 out) x 4 bytes; 2 x 3 x 5 x 4 FLOPs
+    assert cost("linear", linear(x, weight), [(0, 3)], x, weight) == (188, 120)
+
+
+def test_attention_reads_what_is_stored_once_and_pairs_a_row_with_what_it_sees():
+    q, pool = randn(2, 4, 8), randn(9, 16, 2, 8)
+    # rows at 20 and 21 see 21 and 22: 43 pairs, x 4 x 4 heads x 8; with no mask 44
+    # 22 tokens x 2 x 2 heads x 8 x 4 bytes, and q and out, 2 x 4 x 8 x 4 bytes each
+    assert cost("attention", q, [(20, 2)], q, pool, pool, None) == (2816 + 512, 43 * 128)
+    assert cost("attention", q, [(20, 2)], q, pool, pool, None, causal=False)[1] == 44 * 128
+    # two requests of one row each: 5 and 9 tokens, each its own
+    assert cost("attention", q, [(4, 1), (8, 1)], q, pool, pool, None) == (1792 + 512, 14 * 128)
+
+
+def test_storing_moves_keys_and_values_and_not_their_pool():
+    k, pool = randn(3, 2, 8), randn(9, 16, 2, 8)
+    assert cost("store_kv", None, [(0, 3)], k, k, pool, pool, None) == (4 * 3 * 2 * 8 * 4, 0)
+
+
+def test_any_other_operation_moves_its_tensors_once():
+    x, weight = randn(3, 4), randn(4)
+    assert cost("rms_norm", x, [(0, 3)], x, weight, 1e-6) == ((12 + 4 + 12) * 4, 48)
+    assert cost("new", x, [(0, 3)], x, eps=weight) == ((12 + 4 + 12) * 4, 48)
+
+
+def test_calls_are_recorded_in_order_by_name_and_what_they_call_is_theirs():
+    gate, up = pack(randn(6, 4)), pack(randn(8, 4))
+    pool = torch.zeros(2, 8, 1, 4)
+    q, k = randn(1, 2, 4), randn(1, 1, 4)
+    with kernels.measured([(0, 1)], {id(up): "up"}) as calls:
+        x = kernels.rms_norm(randn(1, 4), torch.ones(4), 1e-6)
+        kernels.linear(x, gate), kernels.linear(x, up)
+        there = viewed([(1, 1)], [[1]])
+        kernels.store_kv(k, k, pool, pool, there)
+        kernels.attention(q, pool, pool, there)  # calls `attend`, which is an operation too
+    assert [call.name for call in calls] == [
+        "rms_norm", "linear", "up", "store_kv", "attention"
+    ]  # fmt: skip
+    assert all(call.seconds > 0 and call.count == 1 for call in calls)
+    assert [call.flops for call in calls[1:3]] == [48, 64]
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_operations_are_put_back_whatever_happens(ends):
+    owner = SimpleNamespace(draw=lambda x: x)
+    before, draw = dict(vars(kernels)), owner.draw
+    with pytest.raises(RuntimeError) if ends == "badly" else kernels.nullcontext():
+        with kernels.measured([(0, 2)], also=[("drawing", owner, "draw")]) as calls:
+            assert kernels.linear is not before["linear"] and owner.draw is not draw
+            owner.draw(randn(2, 4))
+            if ends == "badly":
+                kernels.linear(randn(2, 5), pack(randn(4, 6)))
+    assert vars(kernels) == before and owner.draw is draw
+    assert [call.name for call in calls] == ["drawing"]
+
+
+def test_an_operation_that_is_added_is_recorded_without_being_told(monkeypatch):
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    halved.__module__ = "kernels"
+    monkeypatch.setattr(kernels, "halved", halved, raising=False)
+    with kernels.measured([(0, 2)]) as calls:
+        kernels.halved(randn(2, 4))
+    assert calls == [Call("halved", 64, 32, calls[0].seconds)]
+
+
+def test_the_run_of_median_time_counts(monkeypatch):
+    ticks = iter([0.0, 0.3, 1.0, 1.1, 2.0, 2.4, 3.0, 3.2, 9.0])  # 0.3, 0.1, 0.4, 0.2 s
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    step = Measurement("decode", [(7, 1)], lambda: None)
+    step.measure({})
+    assert step.seconds == pytest.approx(0.3) and next(ticks) == 9.0  # 1 s is over
+
+
+def test_a_gpus_calls_get_the_time_of_their_own_ranges():
+    def event(name, start, us, kind=DeviceType.CPU):
+        where = SimpleNamespace(start=start)
+        return SimpleNamespace(name=name, time_range=where, device_time_total=us, device_type=kind)
+
+    calls = [Call("linear", 8, 1, 9.0), Call("rope", 8, 1, 9.0), Call("linear", 8, 1, 9.0)]
+    events = [
+        event("linear", 50, 3.0), event("rope", 20, 2.0), event("linear", 10, 1.0),
+        event("aten::mm", 11, 1.0), event("linear", 12, 7.0, DeviceType.CUDA),
+    ]  # fmt: skip
+    kernels.set_seconds(calls, events)
+    assert [call.seconds for call in calls] == [1e-6, 2e-6, 3e-6]
+    with pytest.raises(ValueError):
+        kernels.set_seconds(calls, events[1:])
+
+
+def two_steps():
+    """A prefill at half of 100 GFLOP/s, a decode at half of 10 GB/s: ridge 10 FLOP/byte."""
+    prefill, decode = (Measurement(*step, print) for step in (
+        ("prefill", [(0, 50)]), ("decode", [(50, 1)]),
+    ))  # fmt: skip
+    prefill.calls = [Call("linear", 10**9, 40e9, 0.8)]
+    decode.calls = [Call("linear", 10**9, 1e9, 0.1), Call("linear", 10**9, 1e9, 0.1)]
+    prefill.seconds, decode.seconds = 0.8, 0.4
+    return prefill, decode
+
+
+def test_a_report_says_which_limit_is_near_and_what_a_token_costs():
+    text = kernels.report(*two_steps(), bandwidth=10e9, rate=100e9)
+    lines = [line.split() for line in text.splitlines()]
+    assert "linear 1 800.00 100% 1,000.0 40.00 40.0 1.2 50.0 arithmetic 50%".split() in lines
+    assert "linear 2 200.00 50% 2,000.0 2.00 1.0 10.0 10.0 memory 100%".split() in lines
+    assert "between them 200.00 50%".split() in lines
+    assert "all 2 400.00 100% 2,000.0 2.00 1.0 5.0 5.0 memory 50%".split() in lines
+    assert "prompt token takes 16 ms, an answer token 400 ms: 25.0 times" in text
+    assert "below 10.0 FLOP/byte memory is the limit" in text
+
+
+def test_the_roof_rises_with_flops_a_byte_up_to_the_ridge_and_nothing_is_above_it():
+    lines = kernels._roofline({"P": two_steps()[0].total, "D": two_steps()[1].total}, 10e9, 100e9)
+    picture = [line[11:].ljust(61) for line in lines[1:10]]
+    roof = [next(i for i, line in enumerate(picture) if line[c] != " ") for c in range(61)]
+    assert roof == sorted(roof, reverse=True) and roof[-1] == 0
+    (p,) = [(i, line.index("P")) for i, line in enumerate(picture) if "P" in line]
+    (d,) = [(i, line.index("D")) for i, line in enumerate(picture) if "D" in line]
+    ridge = picture[0].index("-")
+    assert d[1] < ridge < p[1], "decode is left of the ridge, prefill right of it"
+    assert p[0] >= roof[p[1]] and d[0] >= roof[d[1]] and p[0] < d[0]
+
+
 # ---------------------------------------------------------------- against the reference
+
+
+def test_a_trace_has_a_range_for_every_call(tmp_path):
+    weight, x = pack(randn(64, 64)), randn(2, 64)
+    step = Measurement("decode", [(7, 2)], lambda: kernels.silu_mul(kernels.linear(x, weight)))
+    kernels.trace([step], tmp_path / "t.json", {id(weight): "gate, up"})
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
+    assert {"decode", "gate, up", "silu_mul"} <= set(ranges)
+    whole, inner = ranges["decode"], ranges["silu_mul"]
+    assert whole["ts"] <= inner["ts"] <= whole["ts"] + whole["dur"]
+    assert step.calls == [], "on a CPU a traced run is not a measured one: tracing takes time"
+
+
+def test_the_profilers_ranges_take_as_long_as_the_clock_says():
+    """What a GPU's seconds are read from, on a CPU."""
+    weight, x = pack(randn(512, 512)), randn(256, 512)
+    with torch.profiler.profile() as profiler:
+        with kernels.measured([(0, 256)], ranges=True) as calls:
+            for _ in range(3):
+                kernels.silu_mul(kernels.linear(x, weight))
+    clock = [call.seconds for call in calls]
+    kernels.set_seconds(calls, profiler.events(), "cpu_time_total")
+    for seconds, call in zip(clock, calls):
+        assert 0 < seconds <= call.seconds * 1.01 + 1e-4
+
+
+def test_the_rate_of_products_is_that_of_a_product():
+    rate = kernels.multiply_rate(torch.device("cpu"), torch.float32, 512)
+    x, seconds = randn(512, 512), []
+    for _ in range(5):
+        began = time.perf_counter()
+        x @ x
+        seconds.append(time.perf_counter() - began)
+    assert rate > 2 * 512**3 / max(seconds) / 20
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -534,3 +708,9 @@ def test_keys_of_another_shape_than_the_pools_are_refused():
 def test_a_mask_shorter_than_the_vocabulary_is_refused():
     with pytest.raises(RuntimeError):
         allow(randn(70), torch.tensor([1, 1], dtype=torch.int32))
+
+
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
+    step = Measurement("decode", [(7, 1)], lambda: None)
+    with pytest.raises(OSError):
+        kernels.trace([step], tmp_path / "none" / "t.json", {})

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -733,7 +734,131 @@ def test_bfloat16_is_near(family):
     assert float(error) < 0.1, "root mean square, of logits of about 1"
 
 
+# ---------------------------------------------------------------- two steps, measured
+
+
+def steps_of(net, rows, path):
+    """`rows` of a prompt, then one row more, each as its own step of a contiguous cache."""
+    cache = cache_for_specs(net.config)
+
+    def run(start, n):
+        with torch.inference_mode():
+            step = prepare(cache, (0, [1] * n, start))
+            hidden, _ = net(step.tokens, step.positions, step)
+            net.logits(hidden[step.sample_rows])
+
+    prefill = (0, rows, functools.partial(run, 0, rows))
+    decode = (rows, 1, functools.partial(run, rows, 1))
+    run(0, rows)
+    return model.profile(net, prefill, decode, [], path, 10e9, 100e9)
+
+
+def cache_for_specs(config):
+    return kv_cache.ContiguousCache(config.specs, 1, 64, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_profile_has_a_line_for_every_weight_matrix(experts, tmp_path):
+    checkpoint = model.random(model.tiny(experts=experts))
+    net = model.Model(checkpoint.config, checkpoint.tensors)
+    text = steps_of(net, 12, tmp_path / "t.json")
+    names = ["linear q, k, v", "linear out", "logits"]
+    names += ["linear router", "experts"] if experts else ["linear gate, up", "linear down"]
+    for name in names:
+        assert len(re.findall(f"^{name} ", text, re.M)) == 2, name
+    assert not re.search(r"^linear +\d", text, re.M), "every linear has a name of its own"
+
+
+def test_a_measured_decode_reads_what_the_model_says_it_reads(tmp_path, monkeypatch):
+    """And a prompt of 12 does 12 times its FLOPs, but for the logits of one row."""
+    checkpoint = model.random(model.tiny())
+    net, seen = model.Model(checkpoint.config, checkpoint.tensors), {}
+    monkeypatch.setattr(
+        model.kernels, "report", lambda *steps: seen.update(zip(("prefill", "decode"), steps)) or ""
+    )
+    steps_of(net, 12, tmp_path / "t.json")
+
+    def flops(title, logits):
+        calls = seen[title].calls
+        return sum(c.flops for c in calls if c.name.startswith("linear ")) + logits * sum(
+            c.flops for c in calls if c.name == "logits"
+        )
+
+    shapes = model.shapes(net.config)
+    layers = sum(math.prod(s) for n, s in shapes.items() if "layers" in n and len(s) == 2)
+    assert flops("decode", 0) == 2 * layers and flops("prefill", 0) == 12 * 2 * layers
+    assert flops("prefill", 1) - flops("prefill", 0) == 2 * 32 * net.config.vocab
+    decode = seen["decode"]
+    assert net.read_bytes < decode.total.nbytes < 1.5 * net.read_bytes
+    assert decode.rows == 1 and seen["prefill"].rows == 12
+
+
+# ---------------------------------------------------------------- random weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_fill_every_family(family, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_of(family)))
+    checkpoint = model.dummy(config)
+    net = model.Model(checkpoint.config, checkpoint.tensors)
+    assert net.nbytes == checkpoint.tensors.nbytes, "every tensor is made, and made once"
+    logits = forward(net, cache_for_specs(checkpoint.config), (0, [1, 2, 3], 0))
+    assert torch.isfinite(logits).all() and logits.std() > 0.1
+
+
+def test_random_weights_are_scaled_by_their_width_and_norms_are_near_1():
+    tensors = model.dummy("SmolLM2-135M-Instruct").tensors
+    for name in ("model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"):
+        weight = tensors[name]
+        assert abs(weight.std() * weight.shape[1] ** 0.5 - 1) < 0.01 and abs(weight.mean()) < 1e-3
+    norm = tensors["model.norm.weight"]
+    assert 0.5 < norm.min() < 1 < norm.max() < 1.5
+
+
+def test_random_weights_are_the_same_again_and_no_two_rows_or_tensors_are():
+    tensors, again = (model.dummy("SmolLM2-135M-Instruct").tensors for _ in range(2))
+    name = "model.embed_tokens.weight"  # 27 times as long as the tape
+    weight = tensors[name]
+    assert torch.equal(weight, again[name])
+    assert len(weight[:, :2].unique(dim=0)) > 0.99 * len(weight)
+    first, second = (tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    half = model.dummy("SmolLM2-135M-Instruct", dtype=torch.bfloat16).tensors
+    assert half[name].dtype == torch.bfloat16 and torch.allclose(half[name].float(), weight, 0.02)
+    assert half.nbytes * 2 == tensors.nbytes == 4 * sum(map(math.prod, tensors.shapes.values()))
+
+
+def test_random_weights_take_a_tokenizer_where_there_is_one(tmp_path):
+    tensors = tensors_of("llama2")
+    folder = copied(tmp_path, "llama2")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    checkpoint = model.dummy(folder)
+    assert checkpoint.tokenizer is not None and set(checkpoint.tensors) == set(tensors)
+    alone = model.dummy(folder / "config.json")
+    assert alone.tokenizer is None and alone.config == checkpoint.config
+    path = write_gguf(tmp_path / "m.gguf", config_of("llama2"), tensors)
+    file = model.dummy(path)
+    assert file.tokenizer["model"]["vocab"] and set(file.tensors) == set(tensors)
+    assert not torch.equal(file.tensors["model.norm.weight"], tensors["model.norm.weight"])
+
+
+def test_random_weights_of_every_name_in_models_json():
+    for entry in json.loads(model.MODELS.read_text()):
+        checkpoint = model.dummy(entry["name"].lower())
+        assert checkpoint.name == entry["name"] and checkpoint.tensors.nbytes > 4e8
+    assert model.dummy(None).name == "SmolLM2-135M-Instruct"
+
+
 # ---------------------------------------------------------------- the door
+
+
+@pytest.mark.parametrize("name", ["", "nowhere", "owner/name", "none.gguf"])
+def test_random_weights_need_a_config(name):
+    words = "no such file" if name.endswith(".gguf") else "need a config.json"
+    expect_refused(lambda: model.dummy(name), name, words)
 
 
 def copied(tmp_path, family, **changes):

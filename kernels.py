@@ -2,9 +2,10 @@
 
 The idea      A decode step reads every weight once and uses it for one row; a prompt uses the
               same weight for hundreds of rows. So the same operation is limited by memory in
-              one case and by arithmetic in the other, and its layout decides which limit it
-              reaches. On a CPU the weights are therefore reordered once, at load time, into
-              the blocked layout that oneDNN reads fastest.
+              one case and by arithmetic in the other. Each is a function with one signature
+              and two bodies: PyTorch, which is what a CPU runs and what the other is compared
+              with, and below it a Triton kernel for GPUs. Weights are laid out once, at load
+              time, for the library that multiplies them.
 
 The data      x (T, E)     T rows: prompt chunks and decodes of all requests, one below another
               weight (out, in) as stored;  pack(weight) -> Packed, opaque, made once
@@ -12,16 +13,22 @@ The data      x (T, E)     T rows: prompt chunks and decodes of all requests, on
                            | x0 x1 ... x(D/2-1) | y0 y1 ... y(D/2-1) |   pair i is (xi, yi)
               pool (P, S, G, D)  keys (or values) of a layer in blocks of S tokens; a View says
                            where each row goes, and where the context of each request lies
+              a tile       what one program of the attention kernel computes: some rows of one
+                           request times the query heads that share one key/value head
 
 Invariants    1. an operation's result for a row depends on that row alone, up to rounding
-              2. norms and rotations are computed in float32 and returned in x's type
+              2. norms, rotations and softmax are computed in float32, whatever x's type
               3. a Packed weight is never written after it is made
               4. attention reads what a request has written and nothing else: a place in the pool
                  that is not its own may hold anything, NaN included
+              5. which kernels a step launches, and how many programs of each, depends on its
+                 shapes and never on lengths: a recorded step is right for later ones
+              6. a padded row writes nothing, reads nothing and comes out as 0
 
 Units         bytes, FLOPs (a multiply-add is two), seconds.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python kernels.py                  one decode step and one prompt, on three cards
+              TRITON_INTERPRET=1 python generate.py --demo   the Triton kernels, without a GPU
               python kernels.py --rows 16        a batch of 16 decodes instead of one
               python tests/mutations.py kernels.py   change it: known bugs, each with its test
 Imports       nothing of ours.

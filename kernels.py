@@ -401,7 +401,7 @@ class Layout:
             self.spans = Buffer(requests * 5, device, torch.int32)
             self.tables = Buffer(requests * width, device, torch.int32)
             self.lines: list[list[int] | None] = [None] * requests  # whose table each one is
-            self.known = [0] * requests  # blocks of it that are in the buffer
+            self.known: list[list[int]] = [[] for _ in range(requests)]  # what is in the buffer
 
     def view(self, tables: list[list[int]], spans, padded: int = 0) -> View:
         """The View of requests with block tables, and spans [(row, n, position)]: n rows from
@@ -431,7 +431,7 @@ class Layout:
 
     def _lines(self, tables: list[list[int]]) -> list[int]:
         """The line of the buffer that holds each table. A table keeps its line from step to
-        step, and only blocks that it did not have before are copied."""
+        step; what was appended is copied, and all of it where blocks were given back or replaced."""
         at = {id(table): line for line, table in enumerate(self.lines) if table is not None}
         wanted = {id(table) for table in tables}
         free = [line for line, table in enumerate(self.lines) if id(table) not in wanted]
@@ -440,12 +440,13 @@ class Layout:
             line = at.get(id(table))
             if line is None:
                 line = free.pop()
-                self.lines[line], self.known[line] = table, 0
-            if self.known[line] > len(table):  # blocks were given back
-                self.known[line] = 0
-            known = self.known[line]
-            self.tables.fill(table[known:], line * self.width + known)
-            self.known[line] = len(table)
+                self.lines[line], self.known[line] = table, []
+            if self.known[line] != table:
+                known = len(self.known[line])
+                if self.known[line] != table[:known]:
+                    known = 0
+                self.tables.fill(table[known:], line * self.width + known)
+                self.known[line] = table.copy()
             result.append(line)
         return result
 

@@ -215,6 +215,7 @@ def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
     finite, triton = best.isfinite(), kernels.on_triton(scores)
     if triton or not finite.all():  # what is drawn from such a row is not looked at
         scaled.masked_fill_(~finite, 0)
+        first.masked_fill_(~finite, 0)  # of equals the first, as below: it is always kept
     # The best id is always kept, so its noisy score is one that the winner must reach.
     floor = gumbel(columns.keys, first).float()
     if triton:

@@ -714,6 +714,17 @@ def test_a_tiny_temperature_draws_the_best_id(temperature):
     assert set(sample(logits, rows)[0]) == {3}
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_a_filtered_row_that_is_not_finite_ends(bad):
+    """Its scores count as equal, its bad id as the best, which the filters may leave out when it
+    is not the first of equals: the search for a winner that is kept never ended."""
+    logits = torch.zeros(200, 50)
+    logits[:, 7] = bad
+    filters = ({"top_k": 1}, {"top_p": 0.01}, {"top_k": 5, "min_p": 0.5})
+    rows = [Row(params(**filters[i % 3]), 1, i) for i in range(200)]
+    assert sample(logits, rows)[0] == [None] * 200
+
+
 @pytest.mark.parametrize("name, value", [
     ("temperature", math.inf), ("presence_penalty", math.inf), ("frequency_penalty", -math.inf),
     ("repetition_penalty", math.inf), ("logit_bias", {1: "a"}), ("logit_bias", [1]), ("stop", 5),

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "sample.py",
-        "    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and ids[i] is not None]",
-        "    drawn = [i for i, row in enumerate(rows) if ids[i] is not None]",
+        "    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]",
+        "    drawn = list(range(len(rows)))",
         "1: temperature 0 draws like any other temperature",
         "tests/test_sample.py -k test_temperature_0_takes_the_largest_logit_and_the_first_of_equals",
     ),
@@ -89,8 +89,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "sample.py",
-        "            total = torch.where(columns.top_k < scaled.shape[1], of_top, total)",
-        "            total = torch.where(columns.top_k < 0, of_top, total)",
+        "        total = torch.where(columns.top_k < scaled.shape[1], of_top, total)",
+        "        total = torch.where(columns.top_k < 0, of_top, total)",
         "rule: top-p is of what top-k left",
         "tests/test_sample.py -k test_of_equals_the_filters_keep_the_smaller_ids",
     ),
@@ -704,9 +704,9 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "tests/test_paged.py -k test_a_request_that_could_never_run_alone",
     ),
     (
-        "paged.py",
-        "                table[position // size] * size + position % size",
-        "                table[0] * size + position",
+        "kernels.py",
+        "            table[position // size] * size + position % size",
+        "            table[0] * size + position",
         "rule: tokens are where the table says",
         "tests/test_paged.py -k test_chunks_that_end_at_a_block",
     ),
@@ -726,15 +726,15 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "model.py",
-        "        return kernels.rms_norm(x, self.norm, eps), tapped",
+        "        return normed, tapped",
         "        return x, tapped",
         "the final norm is left out",
         "tests/test_model.py -k final_norm",
     ),
     (
         "model.py",
-        "            k = kernels.rms_norm(heads[:, H : H + G], self.k_norm, self.config.eps)",
-        "            k = heads[:, H : H + G]",
+        "            qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)",
+        "            qk = torch.cat((kernels.rms_norm(qk, self.qk_norm, self.config.eps)[:, :H], qk[:, H:]), 1)",
         "k is not normed",
         "tests/test_model.py -k logits and qwen3",
     ),
@@ -880,8 +880,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "model.py",
-        "            x = x + mlp(kernels.rms_norm(x, mlp_norm, eps))\n            if i in taps:\n                tapped.append(x)",
-        "            if i in taps:\n                tapped.append(x)\n            x = x + mlp(kernels.rms_norm(x, mlp_norm, eps))",
+        "            x, normed = kernels.add_norm(x, mlp(normed), norms[i], eps)\n            if i in taps:\n                tapped.append(x)",
+        "            if i in taps:\n                tapped.append(x)\n            x, normed = kernels.add_norm(x, mlp(normed), norms[i], eps)",
         "a tap is taken before the MLP",
         "tests/test_model.py -k tap",
     ),
@@ -1342,8 +1342,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "        rows = [row for request, n in plan if n == request.behind for row in self._rows(request)]",
-        "        rows = [row for request, n in plan for row in self._rows(request)]",
+        "        caught_up = [request for request, n in plan if n == request.behind]",
+        "        caught_up = [request for request, _ in plan]",
         "half a prompt is sampled, and the ids go to others",
         "tests/test_generate.py -k together_equals_one_by_one",
     ),
@@ -1592,6 +1592,195 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "a report names the other limit",
         "tests/test_kernels.py -k which_limit_is_near",
     ),
+    (
+        "kernels.py",
+        "                seen &= key[None, :] <= (position + i)[:, None]",
+        "                seen &= key[None, :] < (position + i)[:, None]",
+        "a row does not see itself",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "            seen = exists[None, :]",
+        "            seen = (key >= 0)[None, :]",
+        "what is behind the last key counts, with score 0",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "            last = min(last, first + share)",
+        "            last = min(last, first + share + 1)",
+        "a key is in two of the parts",
+        "tests/triton_cases.py -k test_parts_of_the_keys",
+    ),
+    (
+        "kernels.py",
+        '            finite = tl.where(higher == float("-inf"), 0.0, higher)  # a line may see none here',
+        "            finite = higher",
+        "a line that sees no key of a tile becomes NaN",
+        "tests/triton_cases.py -k test_a_line_that_sees_nothing",
+    ),
+    (
+        "kernels.py",
+        '    weight = tl.exp2(weight - tl.where(best == float("-inf"), 0.0, best))',
+        "    weight = tl.exp2(weight - best)",
+        "4: padded rows are NaN where keys are split",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "    tiles = requests if view.most == 1 else T // rows + requests  # at least as many as there are",
+        "    tiles = requests if view.most == 1 else T // rows + 1",
+        "every request but the first begins no tile of its own",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "        done = (tile - tl.load(spans + r * 5) // ROWS - r) * ROWS",
+        "        done = (tile - r) * ROWS",
+        "tiles of a request begin where others end",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "        at = (row + i).to(tl.int64) * q_stride + head * D",
+        "        at = (row + i).to(tl.int64) * (H * D) + head * D",
+        "queries that are a slice are read from elsewhere",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "            flat += [row, 1, 0, 0, 0]",
+        "            flat += [row, 1, 0, 1, 0]",
+        "4: a padded row reads the first key of another request",
+        "tests/triton_cases.py -k test_attention_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "        rows, most = len(slots), max((n for _, n, _ in spans), default=1)",
+        "        rows, most = len(slots) + padded, max((n for _, n, _ in spans), default=1)",
+        "padded rows count as real ones",
+        "tests/test_kernels.py -k test_rows_without_a_slot",
+    ),
+    (
+        "kernels.py",
+        "                if self.known[line] != table[:known]:",
+        "                if known > len(table):",
+        "a block replaced in the middle stays what it was on the device",
+        "tests/test_kernels.py -k test_the_lines_of_a_layout",
+    ),
+    (
+        "kernels.py",
+        "        free = [line for line, table in enumerate(self.lines) if id(table) not in wanted]",
+        "        free = [line for line, _ in enumerate(self.lines)]",
+        "two tables of a step share a line",
+        "tests/test_kernels.py -k test_the_lines_of_a_layout",
+    ),
+    (
+        "kernels.py",
+        "    if slot >= 0:",
+        "    if slot >= -1:",
+        "a padded row's key is written before the pool",
+        "tests/triton_cases.py -k test_keys_and_values_go",
+    ),
+    (
+        "kernels.py",
+        "    tl.store(out, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)",
+        "    tl.store(out, (first * cos + second * sin).to(out.dtype.element_ty), mask=inside)",
+        "rope turns the first half backwards",
+        "tests/triton_cases.py -k test_rope",
+    ),
+    (
+        "kernels.py",
+        "        h = rounded.to(tl.float32)",
+        "        h = h",
+        "the sum is normed before it is rounded",
+        "tests/triton_cases.py -k test_add_norm",
+    ),
+    (
+        "kernels.py",
+        "        gate *= tl.sigmoid(1.5957691216 * (gate + 0.044715 * gate * gate * gate))",
+        "        gate *= tl.sigmoid(1.702 * gate)",
+        "gelu is the sigmoid form, not tanh's",
+        "tests/triton_cases.py -k test_gated",
+    ),
+    (
+        "kernels.py",
+        "        if SHARES:",
+        "        if SHARES and IN < 0:",
+        "every expert counts in full",
+        "tests/triton_cases.py -k test_experts_are",
+    ),
+    (
+        "kernels.py",
+        "    tile = torch.arange(min(pairs, pairs // block + X), device=x.device)",
+        "    tile = torch.arange(-(-pairs // block), device=x.device)",
+        "experts with few rows find no tile left",
+        "tests/triton_cases.py -k test_experts_are",
+    ),
+    (
+        "kernels.py",
+        "    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=X - 1)",
+        "    expert = torch.searchsorted(tile_ends, tile).clamp(max=X - 1)",
+        "the first tile of an expert is that of the one before",
+        "tests/triton_cases.py -k test_experts_are",
+    ),
+    (
+        "kernels.py",
+        "        kept = ((mass < top_p) | (top_p >= 1)) & (count < most) & (value >= least)",
+        "        kept = ((mass < top_p) | (top_p >= 1)) & (count <= most) & (value >= least)",
+        "top-k keeps k + 1 ids",
+        "tests/triton_cases.py -k test_of_equals",
+    ),
+    (
+        "kernels.py",
+        "            before = (i < V) & ((x > value) | ((x == value) & (i < winner)))",
+        "            before = (i < V) & (x > value)",
+        "top-k and top-p keep every one of equals",
+        "tests/triton_cases.py -k test_of_equals",
+    ),
+    (
+        "kernels.py",
+        "            able = bits.to(tl.float32) * -(2.0**-32) + (0.5 - 2.0**-20) <= tl.exp(x - floor)",
+        "            able = (bits.to(tl.float32) * -(2.0**-32) + 0.5 <= 0.5 * tl.exp(x - floor)) | (i == best)",
+        "an id that just wins is left out",
+        "tests/triton_cases.py -k test_the_same_ids_are_drawn",
+    ),
+    (
+        "kernels.py",
+        "    steps = [1, 2, 4, *range(8, 64, 8), *range(64, most, 16)]",
+        "    steps = [1, 2, 4, *range(8, most, 8)]",
+        "many batches have a recording of their own",
+        "tests/test_kernels.py -k test_recorded_steps",
+    ),
+    (
+        "kernels.py",
+        "        if step.padded not in self.recorded:",
+        "        if not self.recorded or step.padded is None:",
+        "a step of a size that was not recorded has nothing to replay",
+        "tests/test_kernels.py -k test_a_step_is_replayed",
+    ),
+    (
+        "paged.py",
+        "        if count == len(plan) == len(sample_rows) and padded is None:",
+        "        if count == len(plan) and padded is None:",
+        "a row that is sampled twice is padded, and half a prompt",
+        "tests/test_paged.py -k test_a_step_of_single_rows",
+    ),
+    (
+        "paged.py",
+        "            padded = next((size for size in self.sizes if size >= count), None)",
+        "            padded = next((size for size in self.sizes if size > count), None)",
+        "a step of a recorded size is padded to the next",
+        "tests/test_paged.py -k test_a_step_of_single_rows",
+    ),
+    (
+        "paged.py",
+        "            self.positions.fill(positions + [0] * more),",
+        "            self.positions.fill(positions + [0] * more) if not more else self.positions.tensor[: padded],",
+        "a padded step sees the positions of the one before it",
+        "tests/test_generate.py -k test_padded_steps_generate",
+    ),
 ]
 
 
@@ -1606,8 +1795,11 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
     names = test.split(" -k ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", names[0]]
     command += ["-k", names[1]] if len(names) > 1 else []
+    env = os.environ | {"TRITON_INTERPRET": "1" if "triton_cases" in test else "0"}
     try:
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
+        result = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=90
+        )
     except subprocess.TimeoutExpired:
         return None  # a bug that never ends is caught as well
     finally:

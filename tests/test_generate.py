@@ -707,6 +707,47 @@ def test_several_threads_share_an_engine():
     check_idle(engine)
 
 
+def in_tritons_interpreter(*families: str):
+    """tests/triton_engine.py, with PyTorch alone and in the interpreter: the same lines."""
+    command, found = [sys.executable, "tests/triton_engine.py", *families], []
+    for interpreted in "01":
+        result = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": interpreted},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        found.append([json.loads(line) for line in result.stdout.splitlines()])
+    assert [line["family"] for line in found[0]] == list(families)
+    assert found[0] == found[1]
+
+
+GOLDEN = sorted(path.parent.name for path in (ROOT / "tests/golden").glob("*/config.json"))
+QUICK = ["qwen3_moe", "smollm2"]
+TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+
+
+@TRITON
+def test_in_tritons_interpreter_the_engine_generates_the_same():
+    in_tritons_interpreter(*QUICK)
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in GOLDEN if name not in QUICK])
+def test_in_tritons_interpreter_every_family_generates_the_same(family):
+    in_tritons_interpreter(family)
+
+
+@TRITON
+@pytest.mark.slow
+def test_in_tritons_interpreter_the_demo_is_the_same():
+    result = subprocess.run(
+        [sys.executable, "generate.py", "--demo"], cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.stdout == (ROOT / "tests/expected/generate_demo.txt").read_text(), result.stderr
+
+
 # ---------------------------------------------------------------- many requests
 
 SHARED = "Octavo reads a prompt in "  # three blocks of 8 and one token
@@ -870,6 +911,62 @@ def test_a_pool_that_is_too_small_changes_no_answer(size, blocks, budget, prefix
     times = [output.usage["preemptions"] for output in outputs]
     assert 0 < sum(times) == engine.counts.preemptions
     assert max(times) < 20  # no thrashing
+
+
+def spoil(engine: Engine, everything=False):
+    """Fill what is laid out anew for every step with garbage, and at first the pools too."""
+    cache = engine.cache
+    for buffer in (cache.tokens, cache.positions, cache.sample_rows):
+        buffer.tensor.fill_(10**9)
+    for layout in cache.layouts:
+        layout.slots.tensor.fill_(17)
+    for pool in cache.pools if everything else ():
+        pool.fill_(math.nan)
+
+
+def padding(**settings) -> tuple[Engine, list[int]]:
+    """An engine that pads decode steps, spoiled; and how many rows were added in each step."""
+    engine, added = build(graphs=True, **settings), []
+    spoil(engine, everything=True)
+    forward = engine.forward
+
+    def watched(step):
+        added.append(len(step.tokens) - step.views[0].rows)
+        assert not added[-1] or len(step.tokens) in forward.sizes
+        return forward(step)
+
+    engine.forward = watched
+    return engine, added
+
+
+@pytest.mark.parametrize(
+    "count", [*range(1, 13), *(pytest.param(n, marks=pytest.mark.slow) for n in range(13, 41))]
+)
+def test_padded_steps_generate_what_others_do(count):
+    """From `count` requests at once down to one: they end one after another."""
+    work = [
+        ("xyz"[: 1 + i % 3] * (1 + i % 5), greedy(3 + i, temperature=i % 2, seed=i))
+        for i in range(count)
+    ]
+    settings = {"max_running": 48, "kv_memory": 2**22, "block_size": 8}
+    engine, added = padding(**settings)
+    assert served(engine, work, lambda step: spoil(engine)) == served(build(**settings), work)
+    assert any(added) == (count > 2), "3 are padded to 4"
+
+
+@pytest.mark.parametrize("blocks", [8, 40])
+def test_padded_steps_beside_chunks_forks_and_preemptions_change_no_answer(blocks):
+    settings = {"kv_memory": pool(blocks, 8), "block_size": 8, "budget": 24, "max_running": 10}
+    engine, added = padding(**settings)
+
+    def disturb(step):
+        spoil(engine)
+        if step % 5 == 0:
+            preempt(engine, 2)
+
+    outputs = serve(engine, WORK * 2, disturb)
+    assert [what(output) for output in outputs] == expected() * 2
+    assert sum(map(bool, added)) > 4 and sum(output.usage["preemptions"] for output in outputs)
 
 
 def test_prefixes_are_shared_within_a_salt_only():

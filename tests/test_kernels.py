@@ -3,7 +3,12 @@
 import dataclasses
 import json
 import math
+import os
+import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +19,14 @@ import kernels
 from kernels import (
     Buffer,
     Call,
+    Graphs,
     Layout,
     Measurement,
     View,
     allow,
     attention,
+    graph_sizes,
+    key_splits,
     linear,
     pack,
     rms_norm,
@@ -359,6 +367,55 @@ def test_the_roof_rises_with_flops_a_byte_up_to_the_ridge_and_nothing_is_above_i
     assert p[0] >= roof[p[1]] and d[0] >= roof[d[1]] and p[0] < d[0]
 
 
+def test_rows_without_a_slot_are_not_stored_and_attend_to_nothing():
+    """Two decodes and two padded rows, whose queries, keys and values are NaN."""
+    layout = Layout(8, 4, 3, 8, torch.device("cpu"), torch.float32)
+    found = layout.view([[2], [1]], [(0, 1, 3), (1, 1, 0)], padded=2)
+    assert found.slots.tolist() == [19, 8, -1, -1] and (found.rows, found.most) == (2, 1)
+    k, v, q = randn(4, 1, 4, seed=1), randn(4, 1, 4, seed=2), randn(4, 2, 4)
+    for x in (k, v, q):
+        x[2:] = math.nan
+    keys, values = randn(4, 8, 1, 4, seed=3), randn(4, 8, 1, 4, seed=4)
+    before = keys.clone()
+    store_kv(k, v, keys, values, found)
+    changed = (keys != before).any(-1).flatten().nonzero()[:, 0].tolist()
+    assert changed == [8, 19] and keys.isfinite().all() and values.isfinite().all()
+    out = attention(q, keys, values, found)
+    assert out[2:].eq(0).all()
+    assert torch.equal(
+        out[:2], attention(q[:2], keys, values, viewed([(1, 4), (1, 1)], [[2], [1]]))
+    )
+
+
+def test_few_programs_split_the_keys_into_4_or_16_parts(monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAMS", 264)
+    wanted = {1: 16, 8: 16, 65: 16, 66: 4, 67: 4, 263: 4, 264: 1, 999: 1}
+    assert {programs: key_splits(programs, 16) for programs in wanted} == wanted
+    assert key_splits(1, 32) == 1, "several rows of a request are enough"
+
+
+def test_recorded_steps_have_1_2_4_then_multiples_of_8_then_of_16_rows_and_the_most():
+    assert graph_sizes(0) == ()
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(3) == (1, 2, 3)
+    assert graph_sizes(8) == (1, 2, 4, 8)
+    assert graph_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert graph_sizes(42) == (1, 2, 4, 8, 16, 24, 32, 40, 42)
+    assert graph_sizes(100) == (1, 2, 4, *range(8, 64, 8), 64, 80, 96, 100)
+
+
+def test_a_step_is_replayed_where_its_size_was_recorded_and_called_elsewhere():
+    called, replayed = [], []
+    graphs = Graphs(lambda step: called.append(step) or "called", torch.device("cpu"), (1, 2))
+    graphs.record(None)  # a CPU records nothing
+    small, large, chunk = (SimpleNamespace(padded=size) for size in (1, 2, None))
+    assert [graphs(step) for step in (small, large, chunk)] == ["called"] * 3
+    recorded = SimpleNamespace(replay=lambda: replayed.append(2))
+    graphs.recorded[2] = recorded, "replayed"
+    assert [graphs(step) for step in (small, large, chunk)] == ["called", "replayed", "called"]
+    assert called == [small, large, chunk, small, chunk] and replayed == [2]
+
+
 # ---------------------------------------------------------------- against the reference
 
 
@@ -395,6 +452,31 @@ def test_the_rate_of_products_is_that_of_a_product():
         x @ x
         seconds.append(time.perf_counter() - began)
     assert rate > 2 * 512**3 / max(seconds) / 20
+
+
+def in_the_interpreter(*options: str) -> str:
+    """Run triton_cases.py: the end of what pytest says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    result = subprocess.run(
+        [*command, "tests/triton_cases.py"], cwd=Path(__file__).parent.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    return result.stdout[-200:]
+
+
+TRITON = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux")
+
+
+@TRITON
+def test_every_kernel_in_tritons_interpreter_equals_its_pytorch_body():
+    assert " passed" in in_the_interpreter()
+
+
+@TRITON
+@pytest.mark.slow
+def test_every_kernel_in_more_shapes():
+    assert " passed" in in_the_interpreter("-m", "slow")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -595,6 +677,57 @@ def test_every_row_is_in_one_part_and_every_part_reads_its_own_places_only(seed)
             assert here[:length] == mine and set(here[length:]) <= {mine[0]}
             hidden = part.mask[i, 0, 0].eq(-math.inf)
             assert not hidden[:length].any() and hidden[length:].all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_lines_of_a_layout_are_its_tables_whatever_happens_to_them(seed, monkeypatch):
+    """Requests come, grow, fork, give blocks back, are preempted, end and come again; blocks in
+    the middle are replaced, all between two views. What a recorded step reads is the buffer."""
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    draw, most, width = random.Random(seed), 6, 12
+    layout = Layout(64, most, width, 8, torch.device("cpu"), torch.float32)
+    requests: list[list[list[int]]] = []  # each holds its table, a list that keeps its identity
+
+    def blocks(count):
+        return [draw.randint(1, 99) for _ in range(count)]
+
+    def change(request):
+        table = request[0]
+        what = draw.choice(["grow", "grow", "shrink", "both", "replace", "free", "preempt", "end"])
+        if what == "shrink" or what == "both":
+            del table[max(1, len(table) - draw.randint(1, 4)) :]
+        if what == "grow" or what == "both":
+            table += blocks(min(draw.randint(1, 4), width - len(table)))
+        if what == "replace":
+            table[draw.randrange(len(table))] = draw.randint(1, 99)
+        if what == "free":  # behind a window
+            count = draw.randrange(len(table))
+            table[:count] = [0] * count
+        if what == "preempt":
+            table.clear()
+            request[0] = blocks(draw.randint(1, width))
+        if what == "end":
+            requests.remove(request)
+
+    for _ in range(150):
+        for request in draw.sample(requests, draw.randint(0, len(requests))):
+            change(request)
+        while len(requests) < most and draw.random() < 0.5:
+            table = blocks(draw.randint(1, width))
+            if requests and draw.random() < 0.5:
+                table = draw.choice(requests)[0].copy()  # a fork
+            requests.append([table])
+        chosen = draw.sample(requests, draw.randint(0, len(requests)))
+        tables = [request[0] for request in chosen]
+        padded = draw.randint(0, most - len(chosen))
+        view = layout.view(tables, [(i, 1, 0) for i in range(len(tables))], padded)
+        spans = view.spans.tolist()
+        assert spans[len(tables) :] == [[len(tables) + i, 1, 0, 0, 0] for i in range(padded)]
+        lines = [span[4] for span in spans[: len(tables)]]
+        assert len(set(lines)) == len(lines), "two tables in one line"
+        for table, line in zip(tables, lines):
+            assert view.tables[line, : len(table)].tolist() == table
+        assert view.tables.data_ptr() == layout.tables.tensor.data_ptr()
 
 
 def test_what_a_place_of_another_holds_changes_no_bit_of_a_row():

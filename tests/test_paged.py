@@ -495,6 +495,52 @@ def test_rows_of_two_requests_go_where_their_tables_say():
     assert step.views[0].slots.tolist() == [1 * 8 + 7, 3 * 8, 16, 17, 18, 19]
 
 
+def decode(block, length=3, **fields):
+    return with_tables(tiny.request(range(length), computed=length - 1, **fields), [block])
+
+
+def test_a_step_of_single_rows_is_padded_to_the_next_of_the_sizes_and_no_other_is():
+    cache = PagedCache([LayerSpec("full", 1, 2)], 9, S, budget=8, max_running=4, sizes=(1, 2, 4))
+    step = cache.prepare([(decode(2), 1), (decode(5, 4), 1), (decode(1, 1), 1)])
+    assert step.padded == 4
+    assert step.tokens.tolist() == [2, 3, 0, 0] and step.positions.tolist() == [2, 3, 0, 0]
+    assert step.sample_rows.tolist() == [0, 1, 2, 3]
+    assert step.views[0].slots.tolist() == [18, 43, 8, -1] and step.views[0].rows == 3
+    assert cache.prepare([(decode(2), 1), (decode(1), 1)]).tokens.tolist() == [2, 2]
+    unpadded = {
+        "a chunk": [(decode(2), 1), (with_tables(tiny.request(range(5)), [3]), 5)],
+        "half a prompt of one row": [(decode(2), 1), (with_tables(tiny.request(range(5)), [3]), 1)],
+        "a row that is sampled twice": [(decode(2), 1), (decode(3, samples=2), 1)],
+        "a draft": [(decode(2, draft=[7]), 2)],
+        "more than the largest": [(decode(block), 1) for block in range(1, 6)],
+    }
+    for why, plan in unpadded.items():
+        step, count = cache.prepare(plan), sum(n for _, n in plan)
+        assert step.padded is None and len(step.tokens) == step.views[0].rows == count, why
+    step = cache.prepare([], 4)  # what is recorded: nothing but padding
+    assert step.padded == 4 and step.views[0].slots.tolist() == [-1] * 4
+    assert len(step.tokens) == len(step.sample_rows) == 4 and step.views[0].rows == 0
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_padded_rows_store_nothing_and_get_0(count):
+    specs = [LayerSpec("full", 1, 4)] * 2
+    cache = poisoned(PagedCache(specs, 9, S, budget=12, max_running=8, sizes=(1, 2, 4, 8)))
+    for buffer in (cache.tokens, cache.positions, cache.sample_rows, cache.layouts[0].slots):
+        buffer.tensor.fill_(77)  # left by other steps
+    requests = [decode(block, 1) for block in range(1, count + 1)]
+    step = cache.prepare([(request, 1) for request in requests])
+    rows = next(size for size in (1, 2, 4, 8) if size >= count)
+    k = torch.arange(float(rows * 4)).view(rows, 1, 4)
+    k[count:] = torch.nan
+    for layer in range(2):
+        out = step.attend(layer, k.repeat(1, 2, 1), k, k + 1)
+        assert torch.equal(out[:count], (k + 1)[:count].expand(-1, 2, -1))
+        assert out[count:].eq(0).all() and len(out) == rows
+        written = cache.pools[layer].isfinite().all(-1).flatten(1, 3).nonzero().tolist()
+        assert written == [[x, block * S] for x in range(2) for block in range(1, count + 1)]
+
+
 def test_a_fork_copies_the_block_that_is_not_full_in_every_layer_and_no_other():
     specs = [LayerSpec("full", 1, 2), LayerSpec("full", 2, 2), LayerSpec("full", 1, 2)]
     cache = poisoned(PagedCache(specs, 6, S, budget=4, max_running=2))

@@ -207,7 +207,7 @@ def test_attention_is_that_of_float64(case, guard, monkeypatch):
 
 
 def attention_case(guard, patch, mix, heads, dim, size, dtype, splits, causal, shared, garbage):
-    patch.setattr(kernels, "key_splits", lambda programs: splits)
+    patch.setattr(kernels, "key_splits", lambda programs, block_m: splits)
     (H, G), (spans, padded) = heads, mixture(mix, size)
     blocks = 3 + sum(-(-length // size) for _, length in spans) + 1
     tables, view = laid_out(spans, size, blocks, shared, padded)
@@ -235,25 +235,22 @@ def attention_case(guard, patch, mix, heads, dim, size, dtype, splits, causal, s
 
 
 SMALL = {
-    "heads": (2, 1), "dim": 8, "size": 8, "dtype": torch.float32, "causal": True,
-    "shared": False, "garbage": math.nan,
+    "heads": (2, 1), "dim": 8, "size": 8, "dtype": torch.float32, "shared": False,
+    "garbage": math.nan,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_attention_of_a_few_rows(splits, guard, monkeypatch):
+@pytest.mark.parametrize("mix, causal", [("verified", True), ("padded", True), ("edges", False)])
+def test_attention_of_a_few_rows(mix, causal, splits, guard, monkeypatch):
     """Small enough for the mutations."""
-    attention_case(guard, monkeypatch, mix="verified", splits=splits, **SMALL)
-    attention_case(guard, monkeypatch, mix="padded", splits=splits, **SMALL)
+    attention_case(guard, monkeypatch, mix=mix, causal=causal, splits=splits, **SMALL)
 
 
 @pytest.mark.parametrize("length", [63, 64, 65, 129, 257])
 @pytest.mark.parametrize("splits", [4, pytest.param(16, marks=pytest.mark.slow)])
-def test_parts_of_the_keys_are_each_whole_tiles_and_may_be_empty(
-    length, splits, guard, monkeypatch
-):
-    """A part that begins inside a tile would count keys twice or never."""
-    monkeypatch.setattr(kernels, "key_splits", lambda programs: splits)
+def test_parts_of_the_keys_have_each_key_once_and_may_be_empty(length, splits, guard, monkeypatch):
+    monkeypatch.setattr(kernels, "key_splits", lambda programs, block_m: splits)
     tables, view = laid_out([(1, length), (1, 1)], 16, 30, False)
     keys, values = (guard.around(randn(30, 16, 1, 64, seed=seed)) for seed in (1, 2))
     q = guard.around(randn(2, 1, 64))
@@ -267,7 +264,7 @@ def test_parts_of_the_keys_are_each_whole_tiles_and_may_be_empty(
 
 def test_a_line_that_sees_nothing_of_a_part_takes_nothing_of_it(guard, monkeypatch):
     """Rows at 40 to 71 are a tile, and keys from 64 on a part: rows before 64 see none of it."""
-    monkeypatch.setattr(kernels, "key_splits", lambda programs: 2)
+    monkeypatch.setattr(kernels, "key_splits", lambda programs, block_m: 2)
     tables, view = laid_out([(40, 80)], 16, 20, False)
     keys, values = (guard.around(randn(20, 16, 1, 8, seed=seed)) for seed in (1, 2))
     q = guard.around(randn(40, 1, 8))
@@ -479,3 +476,12 @@ def test_rows_with_masked_ids_and_without_a_finite_maximum(guard):
     assert found == wanted
     assert [found[i] for i in (2, 4, 6)] == [None] * 3 and found.count(None) == 3
     assert all(i % 3 == 1 for i in found[1::2]) and found[8] == scores[8].argmax()
+
+
+def test_filtered_rows_that_are_not_finite_end(guard):
+    """The search for a winner that is kept must not miss the one that always is."""
+    scores = torch.zeros(40, 30, device=DEVICE)
+    scores[:20, 7], scores[20:, 7] = math.nan, torch.inf
+    filters = ({"top_k": 1}, {"top_p": 0.01})
+    rows = [Row(SamplingParams(**filters[i % 2]).with_defaults({}), 1, i) for i in range(40)]
+    assert sample.sample(guard.around(scores), rows)[0] == [None] * 40

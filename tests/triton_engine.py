@@ -1,0 +1,84 @@
+"""What the engine generates with the tiny checkpoints of tests/golden, a JSON line each.
+
+    python tests/triton_engine.py FAMILY ...
+
+On a GPU and in Triton's interpreter (TRITON_INTERPRET=1) the ids must be those of PyTorch on a
+CPU. Chunks, decodes, a pool that is too small, prompts found again, samples, every filter; and
+what nobody has written is NaN. In the interpreter, decode steps are "recorded" as on a GPU: what
+runs again is the step of the recording, and all that changes between steps is in its buffers.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import kv_cache  # noqa: E402
+from generate import Engine, SamplingParams  # noqa: E402
+
+
+def serve(engine: Engine, work: list) -> list[list[int]]:
+    requests = [engine.add(prompt, params) for prompt, params in work]
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+    assert all(request.finish_reason == "length" for request in requests)
+    return [one.output for request in requests for one in request.family]
+
+
+class Recording:
+    """What a recorded graph does: the same work once more, on what its buffers hold by then."""
+
+    def __init__(self, run, step):
+        self.run, self.step, self.result = run, step, run(step)
+
+    def replay(self):
+        self.result.copy_(self.run(self.step))
+
+
+@torch.inference_mode()
+def record(engine: Engine):
+    for size in engine.forward.sizes:
+        recording = Recording(engine.forward.run, engine.cache.prepare([], size))
+        engine.forward.recorded[size] = recording, recording.result
+
+
+def tokens(family: str, graphs: bool) -> dict:
+    folder = ROOT / "tests/golden" / family
+    specs = kv_cache.layers(json.loads((folder / "config.json").read_text()))
+    engine = Engine(
+        str(folder), dtype="float32", block_size=8, budget=12, max_running=4, max_len=32,
+        kv_memory=5 * 8 * kv_cache.bytes_per_token(specs, 4), graphs=graphs,
+    )  # fmt: skip
+    for pool in engine.cache.pools:
+        pool.fill_(torch.nan)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        record(engine)
+
+    def params(**settings):
+        defaults = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        return SamplingParams(**defaults | settings)
+
+    shared = [7 * i % 90 for i in range(8)]
+    filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    found = serve(engine, [
+        (shared + [3, 1, 4], params(max_tokens=8)),
+        ([5], params(temperature=1, seed=1, **filters)),
+        (shared + [2, 7], params(temperature=1.5, seed=2, n=2)),
+        ([11 * i % 90 for i in range(15)], params(temperature=0.7, seed=3, top_k=5)),
+    ])  # fmt: skip
+    found += serve(engine, [(shared + [9], params(max_tokens=1))])
+    assert engine.counts.preemptions and engine.counts.reused_tokens, "nothing special happened"
+    assert bool(engine.cache.sizes) == graphs
+    return {"family": family, "ids": found}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for i, name in enumerate(sys.argv[1:]):
+        print(json.dumps(tokens(name, graphs=i % 2 == 0)))

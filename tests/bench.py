@@ -1,18 +1,24 @@
 """Measurements side by side; a script, never a timed test.
 
-    python tests/bench.py decode        tokens/s against transformers' generate(), same weights
+    python tests/bench.py decode        one request against transformers' generate()
+    python tests/bench.py decode --vllm VENV/bin/python     against vLLM, both in bfloat16
+    python tests/bench.py decode --llama VENV/bin/python    against llama.cpp, both from the file
+    python tests/bench.py prefill --vllm ... --llama ...    a prompt of 1,024 tokens, one token
     python tests/bench.py serve         32 requests at once: throughput, and the start
-    python tests/bench.py serve --vllm VENV/bin/python      in turns with vLLM (see bench_vllm.py)
+    python tests/bench.py serve --vllm VENV/bin/python      in turns with vLLM
     python tests/bench.py serve --profile   where a step of 32 decodes goes
     python tests/bench.py serve --workload nano             nano-vllm's 256 requests, for a GPU
     python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
 
-What is compared runs in turns, so that whatever else the machine does hits both. decode needs
-transformers (pip install transformers).
+What is compared runs in turns, so that whatever else the machine does hits both: each in a process
+of its own, with the same weights and as many threads. bench_vllm.py and bench_llama.py say how to
+install those two; transformers belongs into this environment (pip install transformers).
 """
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -24,116 +30,231 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ENVIRONMENT = dict(os.environ)  # as others get it: generate sets how our threads wait
 sys.path[:0] = [str(HERE.parent), str(HERE / "golden")]
 
 import generate  # noqa: E402  before torch: it says how threads wait
 
+import bench_pipe  # noqa: E402
 import kv_cache  # noqa: E402
 import model  # noqa: E402
 import torch  # noqa: E402
 from generate import Engine, SamplingParams  # noqa: E402
 
 
-def octavo_round(engine: Engine, ids: list[int], tokens: int) -> tuple[float, float, list[int]]:
-    """Seconds of prefill, seconds a decoded token (median), and the ids."""
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    (output,) = engine.generate(ids, params)
-    t = output.timings
-    return t["prefill_s"] + t["sample_s"], t["tpot_p50_s"], output.token_ids
+# ---------------------------------------------------------------- the workers
 
 
-def transformers_round(llama, ids: list[int], tokens: int) -> tuple[float, float, list[int]]:
-    """The same of transformers: every token is stamped by a stopping criterion that never stops."""
-    stamps = [time.perf_counter()]
+def worker(args):
+    """Octavo or transformers behind a pipe, as bench_vllm.py has vLLM."""
+    out = bench_pipe.own_output()
+    build = {"octavo": octavo, "transformers": transformers}[args.who]
+    run, facts = build(args)
+    bench_pipe.answer(out, run, threads=torch.get_num_threads(), **facts)
 
-    def stamp(sequence, scores, **rest):
-        stamps.append(time.perf_counter())
-        return torch.zeros(len(sequence), dtype=torch.bool)
 
-    rows = torch.tensor([ids])
-    with torch.inference_mode():
-        out = llama.generate(
+def octavo(args):
+    settings = {"max_len": 2048, "prefix_cache": False, "max_running": 256}
+    settings |= {"budget": args.budget} if args.budget else {}
+    engine = Engine(device=args.device, dtype=args.dtype, **settings)
+    common = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
+
+    def serve(work: dict) -> dict:
+        params = [SamplingParams(max_tokens=n, temperature=0.6, **common) for n in work["outputs"]]
+        started = time.perf_counter()
+        outputs = engine.generate(work["prompts"], params)
+        seconds = time.perf_counter() - started
+        assert [len(output.token_ids) for output in outputs] == work["outputs"]
+        return {"seconds": seconds}
+
+    def one(work: dict) -> dict:
+        params = SamplingParams(max_tokens=work["tokens"], temperature=0, **common)
+        started = time.perf_counter()
+        request = engine.add(work["prompt"], params)
+        while engine.scheduler.busy:
+            engine.step()
+        return {"stamps": [at - started for at in request.token_stamps], "ids": request.output}
+
+    serve({"prompts": [[1, 2, 3]], "outputs": [2]})
+    facts = {
+        "version": f"{engine.name}, torch {torch.__version__}",
+        "weights": engine.model.read_bytes,  # of those, what a decoded token reads
+        "token": kv_cache.bytes_per_token(engine.config.specs, engine.dtype.itemsize),
+    }
+    return lambda work: one(work) if "prompt" in work else serve(work), facts
+
+
+def transformers(args):
+    """Every token is stamped by a stopping criterion that never stops."""
+    import make_real
+
+    from transformers import __version__
+
+    checkpoint = model.load(model.find(None)[0])
+    llama = make_real.reference(checkpoint).to(getattr(torch, args.dtype))
+    llama.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def one(work: dict) -> dict:
+        stamps: list[float] = []
+
+        def stamp(sequence, scores, **rest):
+            stamps.append(time.perf_counter() - started)
+            return torch.zeros(len(sequence), dtype=torch.bool)
+
+        started = time.perf_counter()
+        rows = torch.tensor([work["prompt"]])
+        output = llama.generate(
             rows,
             attention_mask=torch.ones_like(rows),
             do_sample=False,
-            max_new_tokens=tokens,
+            max_new_tokens=work["tokens"],
             pad_token_id=0,
             stopping_criteria=[stamp],
         )
-    gaps = [after - before for before, after in zip(stamps[1:], stamps[2:])]
-    return stamps[1] - stamps[0], statistics.median(gaps), out[0, len(ids) :].tolist()
+        return {"stamps": stamps, "ids": output[0, rows.shape[1] :].tolist()}
+
+    return one, {"version": f"transformers {__version__}, torch {torch.__version__}"}
+
+
+class Worker:
+    """A process that answers a line with a line (bench_pipe.py)."""
+
+    def __init__(self, command: list[str], log, ours: bool):
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=None if ours else ENVIRONMENT,
+        )  # fmt: skip
+        self.facts = self._read()
+
+    def _read(self) -> dict:
+        text = self.process.stdout.readline()
+        if not text:
+            sys.exit(f"bench.py: {' '.join(self.process.args)} ended: {self.process.wait()}")
+        return json.loads(text)
+
+    def __call__(self, work: dict) -> dict:
+        time.sleep(0.5)  # until the threads of who ran before have stopped waiting in a loop
+        self.process.stdin.write(json.dumps(work) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+
+@contextlib.contextmanager
+def start(args, names: list[str]):
+    """Workers by name: "octavo" and "transformers", each with a dtype or without (what the file
+    is run in), "vllm" and "llama.cpp"."""
+    threads = str(torch.get_num_threads())
+    workers = {}
+    with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
+        try:
+            for name in names:
+                who, _, dtype = name.partition(" ")
+                ours = who in ("octavo", "transformers")
+                if who == "vllm":
+                    at = str(write_checkpoint(Path(folder) / "model"))
+                    command = [args.vllm, str(HERE / "bench_vllm.py"), at, dtype, threads]
+                elif who == "llama.cpp":
+                    at = str(model.find(None, say=print)[0])
+                    command = [args.llama, str(HERE / "bench_llama.py"), at, threads]
+                else:
+                    command = [sys.executable, __file__, "worker", who, "--threads", threads]
+                    given = {"dtype": dtype, "device": args.device, "budget": args.budget}
+                    for option, value in given.items():
+                        command += [f"--{option}", str(value)] if value else []
+                workers[name] = Worker(command, log, ours)
+                facts = workers[name].facts
+                print(f"{name}: {facts['version']}, {facts['threads']} threads", flush=True)
+            yield workers
+        finally:
+            for run in workers.values():
+                run.process.kill()
+                run.process.wait()
+
+
+# ---------------------------------------------------------------- one request
 
 
 def decode(args):
-    try:
-        import make_real
-    except ImportError as error:
-        sys.exit(
-            f"bench.py decode: {error}; it compares with transformers: pip install transformers"
-        )
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    path, _ = model.find(None, say=print)
-    checkpoint = model.load(path)
-    most = args.prompt_tokens + args.tokens
-    engine = Engine(
-        checkpoint, device="cpu", dtype=args.dtype, max_len=most, max_running=1, prefix_cache=False,
-        budget=max(512, args.prompt_tokens),
-    )  # fmt: skip
-    llama = make_real.reference(checkpoint).to(engine.dtype)
-    llama.generation_config.eos_token_id = None
-    text = make_real.long_text()
-    ids = engine.tokenizer.encode(text * (1 + args.prompt_tokens // 500))[: args.prompt_tokens]
-
-    bandwidth = generate.read_bandwidth(engine.device)
-    each = kv_cache.bytes_per_token(engine.config.specs, engine.dtype.itemsize)
-    read = engine.model.read_bytes + each * (args.prompt_tokens + args.tokens / 2)
-    bound = read / bandwidth
-    print(
-        f"{engine.name}, {args.dtype}, {torch.get_num_threads()} threads,"
-        f" torch {torch.__version__}: prompt {len(ids)}, output {args.tokens} tokens"
-    )
-    print(
-        f"bound: {read / 1e6:.0f} MB a step at {bandwidth / 1e9:.1f} GB/s = {1e3 * bound:.1f} ms,"
-        f" {1 / bound:.1f} tokens/s\n"
-    )
-    rounds = {
-        "octavo": lambda: octavo_round(engine, ids, args.tokens),
-        "transformers": lambda: transformers_round(llama, ids, args.tokens),
-    }
-    for each_round in rounds.values():  # the first run allocates, packs and compiles
-        each_round()
-    results: dict[str, list] = {name: [] for name in rounds}
-    print(f"{'round':<7}{'who':<14}{'prefill':>10}{'a token':>11}{'tokens/s':>10}{'of bound':>10}")
-    for number in range(args.rounds):
-        for name, each_round in rounds.items():
-            prefill, token, drawn = each_round()
-            results[name].append((prefill, token, drawn))
-            line(number + 1, name, prefill, token, bound)
+    """One request again and again, each contender in turn; each is measured against an Octavo
+    that has the weights in the same numbers."""
+    bf16 = args.dtype or "bfloat16"
+    pairs = {f"vllm {bf16}": f"octavo {bf16}"} if args.vllm else {}
+    if args.llama:  # the file as it is, and Octavo as it runs that file unless told otherwise
+        pairs["llama.cpp"] = f"octavo {args.dtype}" if args.dtype else "octavo"
+    if not pairs:
+        if not importlib.util.find_spec("transformers"):
+            sys.exit("bench.py: pip install transformers, or name what to compare with: --vllm...")
+        pairs[f"transformers {bf16}"] = f"octavo {bf16}"
+    tokenizer = generate.build_tokenizer(model.load(model.find(None, say=print)[0]).tokenizer)
+    prompt = tokenizer.encode((HERE.parent / "LICENSE").read_text("utf-8"))[: args.prompt_tokens]
+    args.device, args.budget = args.device or "cpu", args.budget or max(512, len(prompt))
+    print(f"prompt {len(prompt)}, output {args.tokens} tokens, greedily")
+    names = dict.fromkeys(name for pair in pairs.items() for name in reversed(pair))
+    with start(args, names) as workers:
+        bounds = _bounds(args, workers, pairs)
+        work = {"prompt": prompt, "tokens": args.tokens}
+        # the first run allocates, packs and compiles, and says which tokens these are
+        ids = {name: run(work | {"ids": True})["ids"] for name, run in workers.items()}
+        print(f"\n{'round':<7}{'who':<22}{'prefill':>10}{'tokens/s':>10}"
+              + f"{'a token':>11}{'tokens/s':>10}{'of bound':>10}" * (args.tokens > 1)
+              + f"{'cores':>7}")  # fmt: skip
+        rows = {name: [] for name in workers}  # seconds of prefill, then seconds a token, cores
+        for number in range(args.rounds):
+            for name, run in workers.items():
+                found = run(work)
+                gaps = [after - at for at, after in zip(found["stamps"], found["stamps"][1:])]
+                token = [statistics.median(gaps)] if gaps else []
+                rows[name].append((found["stamps"][0], *token, found["cores"]))
+                _line(number + 1, name, rows[name][-1], len(prompt), bounds[name])
     print()
-    medians = {}
-    for name, rows in results.items():
-        prefill = statistics.median(row[0] for row in rows)
-        medians[name] = prefill, statistics.median(row[1] for row in rows)
-        line("median", name, *medians[name], bound)
-    pairs = zip(results["octavo"], results["transformers"])
-    ratios = sorted(theirs[1] / ours[1] for ours, theirs in pairs)
-    print(
-        f"\noctavo decodes {statistics.median(ratios):.2f} times as fast"
-        f" (rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)}),"
-        f" prefill {medians['transformers'][0] / medians['octavo'][0]:.2f} times"
-    )
-    ours, theirs = results["octavo"][0][2], results["transformers"][0][2]
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
-    print(f"the first {same} of {args.tokens} greedy tokens are the same in {args.dtype}")
+    columns = {name: list(zip(*by_round)) for name, by_round in rows.items()}
+    for name, by in columns.items():
+        _line("median", name, [statistics.median(c) for c in by], len(prompt), bounds[name])
+    for theirs, ours in pairs.items():
+        _, prefill = times_as_fast(columns[ours][0], columns[theirs][0])
+        print(f"\n{ours} prefills {prefill} {theirs}")
+        if args.tokens > 1:
+            _, token = times_as_fast(columns[ours][1], columns[theirs][1])
+            print(f"{ours} decodes  {token} {theirs}")
+        both = enumerate(zip(ids[ours], ids[theirs]))
+        same = next((i for i, (a, b) in both if a != b), args.tokens)
+        print(f"the first {same} of {args.tokens} greedy tokens are the same")
+    print()
+    for name in workers:
+        print(f"{name} wrote {tokenizer.decode(ids[name])!r}")
 
 
-def line(number, name: str, prefill: float, token: float, bound: float):
-    print(
-        f"{number:<7}{name:<14}{1e3 * prefill:>7.0f} ms{1e3 * token:>8.1f} ms"
-        f"{1 / token:>10.1f}{bound / token:>10.0%}",
-        flush=True,
-    )
+def _bounds(args, workers: dict, pairs: dict) -> dict[str, float]:
+    """Seconds to read from memory what the Octavo of a pair reads for a token."""
+    bandwidth = generate.read_bandwidth(torch.device(args.device))
+    found = {}
+    for name, run in workers.items():
+        if "weights" in run.facts:
+            length = args.prompt_tokens + args.tokens / 2
+            read = run.facts["weights"] + run.facts["token"] * length
+            found[name] = read / bandwidth
+            if args.tokens > 1:
+                print(
+                    f"bound of {name}: {read / 1e6:.0f} MB a step at {bandwidth / 1e9:.1f} GB/s"
+                    f" = {1e3 * found[name]:.1f} ms, {1 / found[name]:.1f} tokens/s"
+                )
+    return found | {theirs: found[ours] for theirs, ours in pairs.items()}
+
+
+def _line(number, name: str, row, prompt: int, bound: float):
+    prefill, *token, cores = row
+    text = f"{number:<7}{name:<22}{1e3 * prefill:>7.0f} ms{prompt / prefill:>10.0f}"
+    for seconds in token:
+        text += f"{1e3 * seconds:>8.1f} ms{1 / seconds:>10.1f}{bound / seconds:>10.0%}"
+    print(f"{text}{cores:>7.2f}", flush=True)
+
+
+def times_as_fast(ours, theirs) -> tuple[float, str]:
+    """The ratio of two lists of seconds, a number a round: of their medians, and round by round."""
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    rounds = ", ".join(f"{b / a:.2f}" for a, b in zip(ours, theirs))
+    return ratio, f"{ratio:.2f} times as fast (rounds: {rounds}) as"
 
 
 # ---------------------------------------------------------------- many requests at once
@@ -153,58 +274,6 @@ def workload(name: str, seed: int) -> dict:
     return {"prompts": prompts, "outputs": [draw.randint(least, most) for _ in range(count)]}
 
 
-def since_start() -> float:
-    """Seconds since this process was started (Linux)."""
-    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def worker(args):
-    """Octavo behind a pipe, as bench_vllm.py has vLLM."""
-    settings = {"max_len": 2048, "prefix_cache": False, "max_running": 256}
-    settings |= {"budget": args.budget} if args.budget else {}
-    engine = Engine(device=args.device, dtype=args.dtype, threads=args.threads, **settings)
-
-    def run(work: dict) -> float:
-        params = [
-            SamplingParams(
-                max_tokens=n, temperature=0.6, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True
-            )
-            for n in work["outputs"]
-        ]
-        started = time.perf_counter()
-        outputs = engine.generate(work["prompts"], params)
-        seconds = time.perf_counter() - started
-        assert [len(output.token_ids) for output in outputs] == work["outputs"]
-        return seconds
-
-    run({"prompts": [[1, 2, 3]], "outputs": [2]})
-    print(json.dumps({"ready_s": since_start()}), flush=True)
-    for text in sys.stdin:
-        print(json.dumps({"seconds": run(json.loads(text))}), flush=True)
-
-
-class Worker:
-    """A process that answers a line with a line."""
-
-    def __init__(self, command: list[str], log):
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        self.ready_s = self._read()["ready_s"]
-
-    def _read(self) -> dict:
-        text = self.process.stdout.readline()
-        if not text:
-            sys.exit(f"bench.py: {' '.join(self.process.args)} ended: {self.process.wait()}")
-        return json.loads(text)
-
-    def __call__(self, work: dict) -> float:
-        self.process.stdin.write(json.dumps(work) + "\n")
-        self.process.stdin.flush()
-        return self._read()["seconds"]
-
-
 def serve(args):
     if args.rate:
         return delays(args)
@@ -221,23 +290,15 @@ def serve(args):
         "alone": {"prompts": work["prompts"][:1], "outputs": [64]},
         "prefill": {"prompts": [[i % 9973 for i in range(1023)]], "outputs": [1]},
     }
-    ours = [sys.executable, __file__, "worker", "--dtype", args.dtype]
-    for name in ("device", "threads", "budget"):
-        if (value := getattr(args, name)) is not None:
-            ours += [f"--{name}", str(value)]
-    with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
-        workers = {"octavo": Worker(ours, log)}
-        if args.vllm:
-            folder = str(write_checkpoint(Path(folder) / "model"))
-            script = str(HERE / "bench_vllm.py")
-            workers["vllm"] = Worker([args.vllm, script, folder], log)
+    ours, theirs = f"octavo {args.dtype}", f"vllm {args.dtype}"
+    with start(args, [ours, theirs] if args.vllm else [ours]) as workers:
         seconds = {name: {case: [] for case in cases} for name in workers}
-        print(f"\n{'round':<7}{'who':<9}{'batch':>8}{'output tok/s':>14}{'alone tok/s':>13}"
+        print(f"\n{'round':<7}{'who':<18}{'batch':>8}{'output tok/s':>14}{'alone tok/s':>13}"
               f"{'1,023 prompt tokens':>21}")  # fmt: skip
         for number in range(args.rounds):
             for name, run in workers.items():
                 for case, one in cases.items():
-                    seconds[name][case].append(run(one))
+                    seconds[name][case].append(run(one)["seconds"])
                 _serve_line(
                     f"{number + 1}", name, output, {c: s[-1] for c, s in seconds[name].items()}
                 )
@@ -246,7 +307,7 @@ def serve(args):
         _serve_line("median", name, output, by)
     found = {
         name: {
-            "start_s": round(workers[name].ready_s, 1),
+            "start_s": round(workers[name].facts["ready_s"], 1),
             "output_tokens_per_s": round(output / by["batch"], 1),
             "alone_tokens_per_s": round(64 / by["alone"], 1),
             "prefill_1023_s": round(by["prefill"], 3),
@@ -254,16 +315,14 @@ def serve(args):
         for name, by in best.items()
     }
     for name, run in workers.items():
-        print(f"{name} was ready {run.ready_s:.1f} s after its process began")
+        print(f"{name} was ready {run.facts['ready_s']:.1f} s after its process began")
     if args.vllm:
-        pairs = zip(seconds["octavo"]["batch"], seconds["vllm"]["batch"])
-        ratios = sorted(theirs / ours for ours, theirs in pairs)
-        found["ratio"] = round(statistics.median(ratios), 2)
-        print(
-            f"octavo has {found['ratio']:.2f} times vLLM's throughput (rounds:"
-            f" {', '.join(f'{ratio:.2f}' for ratio in ratios)}) and starts"
-            f" {workers['vllm'].ready_s / workers['octavo'].ready_s:.0f} times as fast"
-        )
+        for case in cases:
+            ratio, text = times_as_fast(seconds[ours][case], seconds[theirs][case])
+            found[f"{case}_ratio"] = round(ratio, 2)
+            print(f"{case + ':':<9}{ours} is {text} {theirs}")
+        start_s = [workers[name].facts["ready_s"] for name in (theirs, ours)]
+        print(f"start:   {start_s[0] / start_s[1]:.0f} times as fast")
     print(json.dumps({"workload": args.workload, "seed": args.seed, **found}))
 
 
@@ -281,7 +340,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 def _serve_line(number: str, name: str, output: int, by: dict[str, float]):
     print(
-        f"{number:<7}{name:<9}{by['batch']:>6.1f} s{output / by['batch']:>14.1f}"
+        f"{number:<7}{name:<18}{by['batch']:>6.1f} s{output / by['batch']:>14.1f}"
         f"{64 / by['alone']:>13.1f}{by['prefill']:>19.2f} s",
         flush=True,
     )
@@ -482,41 +541,53 @@ def chat(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    add = commands.add_parser("decode", help="tokens/s against transformers")
-    add.add_argument("--rounds", type=int, default=5)
-    add.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    add = commands.add_parser("decode", help="one request, token by token")
     add.add_argument("--prompt-tokens", type=int, default=128)
-    add.add_argument("--dtype", default="bfloat16")
-    add.add_argument("--threads", type=int)
+    add.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    add.add_argument("--rounds", type=int, default=5)
     add.set_defaults(run=decode)
+    add = commands.add_parser("prefill", help="one long prompt")
+    add.add_argument("--prompt-tokens", type=int, default=1024)
+    add.add_argument("--rounds", type=int, default=5)
+    add.set_defaults(run=decode, tokens=1)
     add = commands.add_parser("serve", help="many requests: throughput or delays")
     add.add_argument("--workload", choices=WORKLOADS, default="small")
-    add.add_argument("--vllm", help="the Python of an environment that has vLLM")
     add.add_argument("--rounds", type=int, default=3)
     add.add_argument("--profile", action="store_true", help="where a step of decodes goes")
     add.add_argument("--rate", type=float, default=0, help="arrivals a second: measures delays")
     add.add_argument("--requests", type=int, default=40, help="with --rate (default 40)")
     add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--log", default=os.devnull, help="where the workers' messages go")
     add.set_defaults(run=serve)
-    commands.add_parser("worker").set_defaults(run=worker)
+    add = commands.add_parser("worker", help="one who is compared: a line in, a line out")
+    add.add_argument("who", choices=("octavo", "transformers"))
+    add.set_defaults(run=worker)
     add = commands.add_parser("chat", help="the second turn of a long chat")
     add.add_argument("--rounds", type=int, default=5)
     add.add_argument("--words", type=int, default=480, help="of the first question")
     add.set_defaults(run=chat)
-    for command in ("serve", "worker", "chat"):
-        add = commands.choices[command].add_argument
-        add("--dtype", default="bfloat16")
+    for name, command in commands.choices.items():
+        add = command.add_argument
+        own = name in ("decode", "prefill", "worker")  # theirs depends on who is compared
+        add("--dtype", default=None if own else "bfloat16")
         add("--device")
-        add("--threads", type=int)
+        add("--threads", type=int, help="of each who is compared")
         add("--budget", type=int)
+        if name in ("decode", "prefill", "serve"):
+            add("--vllm", metavar="PYTHON", help="of an environment that has vLLM")
+            add("--log", default=os.devnull, help="where the workers' messages go")
+        if name in ("decode", "prefill"):
+            add("--llama", metavar="PYTHON", help="of an environment that has xllamacpp")
     args = parser.parse_args()
-    if args.run is decode and min(args.rounds, args.tokens - 2, args.prompt_tokens) < 1:
-        parser.error("--rounds and --prompt-tokens are at least 1, --tokens at least 3")
+    if args.run is decode and min(args.rounds, args.tokens, args.prompt_tokens) < 1:
+        parser.error("--rounds, --tokens and --prompt-tokens are at least 1")
+    if args.run is decode and args.prompt_tokens + args.tokens > 2048:
+        parser.error("prompt and output are at most 2048 tokens")
     if args.run is chat and min(args.rounds, args.words) < 1:
         parser.error("--rounds and --words are at least 1")
     if args.run is serve and (args.rounds < 1 or args.rate < 0 or args.requests < 2):
         parser.error("--rounds is at least 1, --rate at least 0, --requests at least 2")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     args.run(args)
 
 

@@ -110,6 +110,8 @@ class Engine:
                 config.json, or whatever else `model.dummy` takes
     device      "cpu", "cuda" or "cuda:N" (default: cuda if there is one)
     dtype       "float32", "bfloat16", "float16" (default: bfloat16 where the device has it)
+    quantize    "int8" or "int4": the layers' weights in fewer bits, on a CPU. Without it and
+                without a dtype, 4-bit weights of a .gguf file run as they are stored
     threads     CPU threads (default: the cores this process may use, if PyTorch takes more)
     kv_memory   bytes of cache (default: from free memory)
     block_size  tokens a block of the cache holds: a power of two from 8 to 256
@@ -136,6 +138,7 @@ class Engine:
         revision: str | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         threads: int | None = None,
         load: str = "auto",
         kv_memory: int | None = None,
@@ -165,7 +168,11 @@ class Engine:
         _set_threads(threads)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
-        self._load(model, revision, load, progress)
+        if quantize not in (None, "int8", "int4"):
+            raise ValueError(f"quantize {quantize!r} is not int8 or int4")
+        if quantize and (reason := models.cannot_quantize(self.device, self.dtype)):
+            raise ValueError(f"quantize {quantize}: {reason}")
+        self._load(model, revision, load, progress, quantize, dtype is None)
         self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
         on_gpu = self.device.type == "cuda"
         self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
@@ -515,7 +522,7 @@ class Engine:
 
     # ---- what is settled once
 
-    def _load(self, model, revision: str | None, load: str, progress):
+    def _load(self, model, revision: str | None, load: str, progress, quantize, stored: bool):
         """Everything that comes from the checkpoint: weights, tokenizer, template, defaults."""
         checkpoint, defaults = model, {}
         if load == "dummy":
@@ -538,9 +545,15 @@ class Engine:
             self.template = ChatTemplate(checkpoint.template, special)
         self.stop_ids = self._stop_ids(checkpoint)
         with torch.inference_mode():
+            stored = stored and models.stores_four_bits(checkpoint, self.device, self.dtype)
+            quantize = quantize or ("stored" if stored else None)
             self.model = models.Model(
-                self.config, checkpoint.tensors, self.device, self.dtype, progress
+                self.config, checkpoint.tensors, self.device, self.dtype, progress, quantize
             )
+        if self.model.low:
+            as_stored = "4 bits as in the file, scales rounded to"
+            how = as_stored if quantize == "stored" else f"{quantize}, the rest"
+            self.say(f"weights  {self.model.low} matrices in {how} {str(self.dtype)[6:]}")
 
     def _dummy(self, model, revision: str | None) -> models.Checkpoint:
         """Random weights, and where there is no tokenizer one of bytes."""
@@ -2377,6 +2390,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the chat template, such as enable_thinking=false (repeatable)")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
     add("--dtype", help="float32, bfloat16 or float16")
+    add("--quantize", choices=("int8", "int4"), help="the layers' weights in 8 or 4 bits (CPU)")
     add("--threads", type=int, help="CPU threads")
     add("--max-len", type=int, help="most tokens of prompt and output")
     add("--kv-memory", type=_bytes, help="bytes for the cache, such as 2GiB")
@@ -2438,7 +2452,7 @@ def main(argv: list[str] | None = None) -> int:
         jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
             args.model, revision=args.revision, load=args.load,
-            device=args.device, dtype=args.dtype,
+            device=args.device, dtype=args.dtype, quantize=args.quantize,
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,

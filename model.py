@@ -342,12 +342,10 @@ class Experts:
     def __init__(self, take: "Take", prefix: str, config: Config):
         self.config = config
         E, F = config.width, config.expert_mlp
-        self.router, _ = take.linear([prefix + "gate"], (config.experts,), E, False)
+        self.router, _ = take.linear([prefix + "gate"], (config.experts,), E, False, plain=True)
         names = [f"{prefix}experts.{i}." for i in range(config.experts)]
-        self.gate_up = kernels.pack_experts(
-            [take.joined([n + "gate_proj", n + "up_proj"], (F, F), E) for n in names]
-        )
-        self.down = kernels.pack_experts([take(n + "down_proj.weight", (E, F)) for n in names])
+        self.gate_up = take.experts([[n + "gate_proj", n + "up_proj"] for n in names], (F, F), E)
+        self.down = take.experts([[n + "down_proj"] for n in names], (E,), F)
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = kernels.linear(x, self.router).float().softmax(-1)  # (T, experts)
@@ -367,10 +365,16 @@ class Model:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         progress=None,  # called with (layers done, layers)
+        quantize: str | None = None,
     ):
-        """ValueError: a tensor missing, left over, or of the wrong shape (invariant 2)."""
+        """ValueError: a tensor missing, left over, or of the wrong shape (invariant 2).
+
+        quantize: "int8" or "int4" for the layers' matrices, routers apart; "stored" for those
+        that a GGUF file holds in 4 bits, as they are. Embedding and logits stay in dtype: int8
+        is no faster there. `low` is how many matrices are low-bit.
+        """
         self.config = config
-        take = Take(tensors, torch.device(device), dtype)
+        take = Take(tensors, torch.device(device), dtype, quantize)
         V, E = config.vocab, config.width
         self.embedding = take("model.embed_tokens.weight", (V, E))
         self.layers = []
@@ -391,12 +395,12 @@ class Model:
             take.same("lm_head.weight", "model.embed_tokens.weight")
             self.head = kernels.pack(self.embedding)
         else:
-            self.head, _ = take.linear(["lm_head"], (V,), E, False)
+            self.head, _ = take.linear(["lm_head"], (V,), E, False, plain=True)
         take.finish()
         frequencies, self.rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self.frequencies = frequencies.to(device)
         kernels.keep_freed_memory()  # only now: what loading used is given back
-        self.nbytes = take.nbytes
+        self.nbytes, self.low = take.nbytes, take.low
         self.read_bytes = self._read_bytes()
 
     def __call__(self, tokens: Tensor, positions: Tensor, step, taps=()):
@@ -450,8 +454,15 @@ class Model:
 class Take:
     """Hands out a checkpoint's tensors once each, in the shape that is asked for."""
 
-    def __init__(self, tensors: Mapping, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        tensors: Mapping,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantize: str | None = None,
+    ):
         self.tensors, self.device, self.dtype = tensors, device, dtype
+        self.quantize, self.low = quantize, 0
         # rotary tables and their like, which old checkpoints store: computed here instead
         self.left = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
         self.nbytes = 0
@@ -459,24 +470,67 @@ class Take:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor {name}, of shape {list(shape)}")
-        tensor = self.tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)}, config.json makes it {list(shape)}")
-        self.left.discard(name)
-        tensor = tensor.to(self.device, self.dtype)
+        tensor = self.tensors[name].to(self.device, self.dtype)
+        self._consume(name, shape, tensor.shape)
         self.nbytes += tensor.numel() * tensor.element_size()
         return tensor
 
-    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool):
-        """Several projections of one input as one packed weight, and its bias or None."""
-        weight = kernels.pack(self.joined(names, outs, width))
+    def _consume(self, name: str, wanted: tuple[int, ...], found):
+        if tuple(found) != wanted:
+            raise ValueError(f"{name} is {list(found)}, config.json makes it {list(wanted)}")
+        self.left.discard(name)
+
+    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False):
+        """Several projections of one input as one packed weight, and its bias or None.
+
+        plain: never quantised.
+        """
+        shapes = {f"{name}.weight": (out, width) for name, out in zip(names, outs)}
+        weight = None if plain or not self.quantize else self._low(shapes)
+        if weight is None:
+            weight = kernels.pack(self._rows(shapes))
         if not bias:
             return weight, None
         return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
 
-    def joined(self, names: list[str], outs: tuple[int, ...], width: int) -> Tensor:
-        parts = [self(f"{name}.weight", (out, width)) for name, out in zip(names, outs)]
+    def experts(self, names: list[list[str]], outs: tuple[int, ...], width: int):
+        """The same projections of every expert: (experts, out, in) for Triton, else one by one."""
+        if not kernels.on_triton(torch.empty(0, device=self.device)):
+            return [self.linear(each, outs, width, False)[0] for each in names]
+        shapes = [{f"{n}.weight": (out, width) for n, out in zip(each, outs)} for each in names]
+        return torch.stack([self._rows(one) for one in shapes])
+
+    def _rows(self, shapes: dict[str, tuple[int, int]]) -> Tensor:
+        parts = [self(name, shape) for name, shape in shapes.items()]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _low(self, shapes: dict[str, tuple[int, int]]) -> kernels.Packed | None:
+        """The low-bit weight of these rows; None if they are not stored as one."""
+        before = self.nbytes
+        if self.quantize == "stored":
+            weight = self._stored(shapes)
+            if weight is None:
+                return None
+            packed = kernels.pack(weight, dtype=self.dtype)
+        else:
+            packed = kernels.pack(self._rows(shapes), self.quantize)
+        self.nbytes = before + packed.nbytes
+        self.low += len(shapes)
+        return packed
+
+    def _stored(self, shapes: dict[str, tuple[int, int]]) -> kernels.FourBit | None:
+        """Rows that a file has in 4 bits, all of them."""
+        parts = {name: self.tensors.four_bit(name) for name in shapes if name in self.tensors}
+        rows = sum(out for out, _ in shapes.values())
+        width = next(iter(shapes.values()))[1]
+        if len(parts) < len(shapes) or None in parts.values():
+            return None
+        if not kernels.packs((rows, width), "int4"):
+            return None
+        for name, part in parts.items():
+            self._consume(name, shapes[name], part.shape)
+        fields = zip(*((part.values, part.scales, part.zeros) for part in parts.values()))
+        return kernels.FourBit(*(torch.cat(field) for field in fields))
 
     def same(self, name: str, other: str):
         """Consume a tensor that some checkpoints store twice, if it really is the other one."""
@@ -490,6 +544,16 @@ class Take:
             names = sorted(self.left)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(f"tensors that the model does not use: {', '.join(names[:3])}{more}")
+
+
+def cannot_quantize(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why low-bit weights cannot run there, or None."""
+    return kernels.cannot_quantize(device, dtype)
+
+
+def stores_four_bits(checkpoint: "Checkpoint", device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a checkpoint can run from the 4 bits of its file."""
+    return isinstance(checkpoint.tensors, GGUFTensors) and not cannot_quantize(device, dtype)
 
 
 def cpu_has_bfloat16() -> bool:
@@ -771,26 +835,52 @@ class GGUFTensors(Mapping):
                 yield theirs.format(expert), (name, expert)
 
     def __getitem__(self, key: str) -> Tensor:
-        name, expert = self.names[key]
-        array = self._read(name, expert)
-        if self.permuted and ".attn_q." in name:
-            array = _unpermute(array, self.config.heads)
-        if self.permuted and ".attn_k." in name:
-            array = _unpermute(array, self.config.specs[0].heads)
-        return torch.from_numpy(array)
+        from gguf import quants
 
-    def _read(self, name: str, expert: int | None) -> np.ndarray:
+        raw, kind, name = self._raw(key)
+        try:  # float32 needs no dequantising and would be the file itself: copied
+            array = np.require(quants.dequantize(raw, kind), requirements="W")
+        except NotImplementedError:
+            raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
+        return torch.from_numpy(self._order(array, name))
+
+    def four_bit(self, key: str) -> kernels.FourBit | None:
+        """A matrix stored as Q4_0 or Q4_1, exactly; None for every other type.
+
+        A block holds 32 weights: scale d as float16, in Q4_1 also the least weight m, then 16
+        bytes whose low halves are the first 16 weights. Q4_0 is d * (q - 8), Q4_1 d * q + m.
+        """
+        raw, kind, name = self._raw(key)
+        if kind.name not in ("Q4_0", "Q4_1"):
+            return None
+        blocks = self._order(np.array(raw), name)
+        head = 2 if kind.name == "Q4_0" else 4
+        blocks = blocks.reshape(len(blocks), -1, head + 16)
+        numbers = torch.from_numpy(blocks[..., :head].copy().view(np.float16)).float()
+        halves = torch.from_numpy(blocks[..., head:].copy())
+        values = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+        scales = numbers[..., 0]
+        zeros = torch.zeros_like(scales) if head == 2 else numbers[..., 1] + 8 * scales
+        return kernels.FourBit(values, scales, zeros)
+
+    def _raw(self, key: str):
+        """The bytes of a tensor, its type, and its name in the file."""
         from gguf import GGMLQuantizationType, quants
 
+        name, expert = self.names[key]
         kind, shape, offset = self.infos[name]
         kind = GGMLQuantizationType(kind)
         byte_shape = quants.quant_shape_to_byte_shape(shape, kind)
         raw = self.data[offset : offset + math.prod(byte_shape)].reshape(byte_shape)
-        raw = raw if expert is None else raw[expert]
-        try:  # float32 needs no dequantising and would be the file itself: copied
-            return np.require(quants.dequantize(raw, kind), requirements="W")
-        except NotImplementedError:
-            raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
+        return (raw if expert is None else raw[expert]), kind, name
+
+    def _order(self, rows: np.ndarray, name: str) -> np.ndarray:
+        """Rows of numbers, or of their bytes, in Hugging Face's order."""
+        if self.permuted and ".attn_q." in name:
+            return _unpermute(rows, self.config.heads)
+        if self.permuted and ".attn_k." in name:
+            return _unpermute(rows, self.config.specs[0].heads)
+        return rows
 
     def __iter__(self):
         return iter(self.names)

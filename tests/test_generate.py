@@ -1310,6 +1310,39 @@ def test_ten_thousand_requests_leave_nothing_and_slow_nothing_down():
     assert len(engine.manager.pools[0].free) + index.idle == 24
 
 
+def test_a_4_bit_file_runs_as_it_is_without_a_dtype_only(monkeypatch):
+    seen = []
+
+    class Recorded(models.Model):
+        def __init__(self, *args):
+            seen.append(args[-1])
+            super().__init__(*args[:-1])
+
+    monkeypatch.setattr(models, "stores_four_bits", lambda *_: True)
+    monkeypatch.setattr(models, "cannot_quantize", lambda *_: None)
+    monkeypatch.setattr(models, "Model", Recorded)
+    build(dtype=None)
+    build()
+    build(dtype=None, quantize="int8")
+    assert seen == ["stored", None, "int8"]
+
+
+@pytest.mark.skipif(
+    models.cannot_quantize(torch.device("cpu"), torch.float32) is not None,
+    reason="no low-bit kernels here",
+)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantised_engine_says_so_and_answers_alone_as_in_a_batch(kind):
+    lines = []
+    engine = build(quantize=kind, say=lines.append)
+    assert lines[0] == f"weights  14 matrices in {kind}, the rest float32"
+    assert 0 < engine.model.read_bytes < build().model.read_bytes
+    prompts = ["one", "two of them", "three, and a longer one"]
+    together = engine.generate(prompts, greedy())
+    alone = [build(quantize=kind).generate(prompt, greedy())[0] for prompt in prompts]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+
+
 # ---------------------------------------------------------------- by property
 
 
@@ -1672,6 +1705,9 @@ def test_a_checkpoint_without_template_takes_no_messages():
         ({"device": "tpu"}, "device 'tpu'"),
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"dtype": torch.int32}, "dtype torch.int32"),
+        ({"quantize": "int3"}, "quantize 'int3' is not int8 or int4"),
+        ({"quantize": "stored"}, "quantize 'stored' is not int8 or int4"),
+        ({"quantize": "int8", "dtype": "float16"}, "quantize int8: .*not float16"),
         ({"max_len": 1}, "max_len 1.*256"),
         ({"max_len": 257}, "max_len 257.*256"),
         ({"kv_memory": 0}, "kv_memory 0"),
@@ -1688,6 +1724,13 @@ def test_a_checkpoint_without_template_takes_no_messages():
 def test_refused_engines(settings, words):
     with pytest.raises(ValueError, match=words):
         build(**settings)
+
+
+def test_quantize_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    with pytest.raises(ValueError, match="quantize int4: .* CPU only, not on cuda"):
+        build(device="cuda", dtype=None, quantize="int4")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -88,6 +88,12 @@ def loops(q, keys, values, start, causal=True):
     return out
 
 
+low_bit = pytest.mark.skipif(
+    kernels.cannot_quantize(torch.device("cpu"), torch.float32) is not None,
+    reason="no low-bit kernels here",
+)
+
+
 # ---------------------------------------------------------------- by hand
 
 
@@ -103,6 +109,42 @@ def test_a_packed_weight_knows_its_shape_and_bytes():
         packed = pack(randn(5, 3, dtype=dtype))
         assert (packed.out_features, packed.in_features, packed.nbytes) == (5, 3, 15 * size)
     assert not pack(randn(5, 3, dtype=torch.float64)).blocked
+
+
+def four(value=9.0, zero=0.0, outs=16):
+    """Rows of 32 weights, all (value - 8) * 0.5 + zero."""
+    values = torch.full((outs, 32), value, dtype=torch.uint8)
+    numbers = torch.full((2, outs, 1), 0.5)
+    numbers[1] = zero
+    return kernels.FourBit(values, *numbers)
+
+
+@low_bit
+def test_a_4_bit_value_above_8_is_that_many_scales_above_zero():
+    """32 ones times (9 - 8) * 0.5 + 2 = 2.5, in 1 row and in many."""
+    for rows in (1, 20):
+        x = torch.ones(rows, 32)
+        packed = pack(four(9, 2.0), dtype=torch.float32)
+        assert linear(x, packed).tolist() == [[80.0] * 16] * rows
+        assert linear(x, packed, torch.arange(16.0))[0].tolist() == [80.0 + i for i in range(16)]
+
+
+@low_bit
+def test_a_quantised_weight_counts_the_bytes_that_a_row_reads():
+    """64 x 96 weights: 4 bits each, a scale and a zero for every 32; or 8 bits, a scale a row."""
+    weight = randn(64, 96, dtype=torch.bfloat16)
+    assert pack(weight, "int4").nbytes == 64 * 48 + 2 * 2 * 64 * 3
+    assert pack(weight, "int8").nbytes == 64 * 96 + 2 * 64
+    assert pack(weight, "int8").many is None
+
+
+def test_four_bits_are_the_nearest_of_16_steps_and_keep_both_ends():
+    weight = torch.linspace(-1, 2, 32)[None].clone()
+    found = kernels.four_bit(weight)
+    assert (found.values[0, 0], found.values[0, -1]) == (0, 15) and found.scales[0, 0] == 0.2
+    assert (found.rounded(torch.float32) - weight).abs().max() <= 0.1 + 1e-6
+    same = torch.full((1, 32), 3.0)
+    assert torch.equal(kernels.four_bit(same).rounded(torch.float32), same)
 
 
 def test_rms_norm_of_3_and_4_divides_by_the_root_of_12_and_a_half():
@@ -495,6 +537,43 @@ def test_linear_of_a_packed_weight_equals_the_plain_product(rows, dtype, biased)
         assert rounded_once(found, exact, 2e-5)
 
 
+@low_bit
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_linear_of_a_quantised_weight_equals_float64_over_its_values(rows, dtype, kind):
+    """Within two half steps of its type of the result, and one of what was added up: weights are
+    rounded to that type for more rows than FEW_ROWS, sums and the bias for fewer."""
+    weight, x = randn(48, 96, seed=1, dtype=dtype), randn(rows, 96, seed=2, dtype=dtype)
+    bias, packed = randn(48, seed=3, dtype=dtype), pack(weight, kind)
+    if kind == "int8":
+        values = packed.data.double() * packed.scales.double()[:, None]
+        assert (values - weight.double()).abs().max() <= weight.abs().max() / 127
+    else:
+        low = kernels.four_bit(weight)
+        scales, zeros = (n.to(dtype).double()[..., None] for n in (low.scales, low.zeros))
+        values = ((low.values.double().view(48, 3, 32) - 8) * scales + zeros).flatten(1)
+    exact = x.double() @ values.T + bias.double()
+    found = linear(x, packed, bias)
+    sizes = x.double().abs() @ values.abs().T + bias.double().abs()
+    assert found.dtype == dtype and found.shape == (rows, 48)
+    allowed = HALF_STEP[dtype] * (2 * exact.abs() + sizes) + 2e-5
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@low_bit
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_few_rows_and_many_see_the_same_quantised_weight(kind):
+    """Each row by its own kernel, and all by oneDNN's: only the order of a sum differs."""
+    weight, x = randn(48, 96, seed=1), randn(40, 96, seed=2)
+    packed = pack(weight, kind)
+    alone = torch.cat([linear(row[None], packed) for row in x])
+    assert torch.allclose(alone, linear(x, packed), atol=1e-4)
+    assert torch.allclose(linear(x[::10], packed), alone[::10], atol=1e-4)
+    sliced = randn(4, 192, seed=2)[:, 50:146]
+    assert torch.allclose(linear(sliced, packed), linear(sliced.contiguous(), packed))
+
+
 def test_linear_takes_weights_and_rows_that_are_slices_of_larger_tensors():
     weight, x = randn(80, 96)[::2, 48:], randn(6, 96, seed=1)[::2, :48]
     assert torch.allclose(linear(x, pack(weight)), x @ weight.T, atol=1e-4)
@@ -821,6 +900,41 @@ def test_rows_of_another_width_are_refused():
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(RuntimeError):
             linear(randn(2, 5, dtype=dtype), pack(randn(4, 6, dtype=dtype)))
+
+
+@low_bit
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantised_weight_refuses_rows_of_another_width(kind):
+    """PyTorch's kernels read past the row."""
+    for rows in (1, 40):
+        with pytest.raises(RuntimeError, match="64.*32"):
+            linear(randn(rows, 64), pack(randn(16, 32), kind))
+
+
+@low_bit
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype", "words"),
+    [
+        ((16, 32), "int3", torch.float32, "'int3' is not int8 or int4"),
+        ((16, 40), "int8", torch.bfloat16, "in_features in 32s.*16, 40"),
+        ((16, 40), "int4", torch.bfloat16, "in_features in 32s.*16, 40"),
+        ((24, 32), "int4", torch.bfloat16, "out_features in 16s.*24, 32"),
+        ((16, 32), "int8", torch.float16, "bfloat16 or float32 rows, not float16"),
+        ((16, 32), "int4", torch.float64, "bfloat16 or float32 rows, not float64"),
+    ],
+)
+def test_what_no_low_bit_kernel_takes_is_refused(shape, kind, dtype, words):
+    with pytest.raises(ValueError, match=words):
+        pack(randn(*shape, dtype=dtype), kind)
+    assert pack(randn(24, 32), "int8").out_features == 24
+
+
+def test_low_bit_weights_are_refused_where_pytorch_has_no_kernels(monkeypatch):
+    with pytest.raises(ValueError, match="CPU only, not on meta"):
+        pack(randn(16, 32).to("meta"), "int4")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with pytest.raises(ValueError, match="AVX2"):
+        pack(randn(16, 32), "int8")
 
 
 def test_a_weight_is_a_matrix():

@@ -632,6 +632,102 @@ def test_quantised_tensors_are_what_gguf_says(kind, family, tmp_path):
         assert torch.equal(loaded[name].float(), torch.from_numpy(want)), name
 
 
+low_bit = pytest.mark.skipif(
+    model.cannot_quantize(torch.device("cpu"), torch.float32) is not None,
+    reason="no low-bit kernels here",
+)
+
+
+def four_bit_file(path, kind, experts=0, types=None):
+    """A tiny model as GGUF, its layers' matrices in 4 bits: (checkpoint, config, what it was)."""
+    config = {
+        "model_type": "qwen3_moe" if experts else "llama",
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "vocab_size": 96,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, **({"num_experts": experts} if experts else {}),
+    }  # fmt: skip
+    checkpoint = model.random(model.Config.from_hf(config))
+    config["norm_topk_prob"] = bool(experts)
+    tensors = dict(checkpoint.tensors)
+    low = [name for name in gguf_tensors(config, tensors) if "_exps" in name or (
+        name.startswith("blk.") and "norm" not in name and "gate_inp" not in name)]  # fmt: skip
+    kinds = {name: gguf.GGMLQuantizationType[kind] for name in low} | (types or {})
+    return model.load(str(write_gguf(path / "m.gguf", config, tensors, kinds))), config
+
+
+@low_bit
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_four_bits_of_a_file_are_what_gguf_dequantises(kind, tmp_path):
+    """Q4_0 exactly; Q4_1's least weight is counted from 8 scales above it, in float32."""
+    tensors = four_bit_file(tmp_path, kind)[0].tensors
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{part}.weight"
+        found, wanted = tensors.four_bit(name), tensors[name]
+        assert found.shape == wanted.shape and found.values.max() <= 15
+        assert torch.allclose(found.rounded(torch.float32), wanted, rtol=0, atol=2e-7)
+    assert tensors.four_bit("model.embed_tokens.weight") is None
+
+
+@low_bit
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_model_run_from_4_bits_is_the_dequantised_one(kind, experts, tmp_path):
+    """Prompt (12 rows) and decode (1): float32 scales leave roundings, bfloat16 one in 256."""
+    checkpoint, config = four_bit_file(tmp_path, kind, experts)
+    ids = [7 * i % 96 for i in range(1, 14)]
+
+    def logits(dtype, quantize):
+        net = model.Model(checkpoint.config, checkpoint.tensors, "cpu", dtype, quantize=quantize)
+        cache = cache_for(config, dtype=dtype)
+        found = forward(net, cache, (0, ids[:12], 0)), forward(net, cache, (0, ids[12:], 12))
+        return torch.cat(found), net
+
+    plain, dense = logits(torch.float32, None)
+    stored, net = logits(torch.float32, "stored")
+    assert distance(stored, plain) <= 1e-4 * plain.abs().max()
+    assert net.low == 2 * (4 + 3 * (experts or 1)) and dense.low == 0
+    linears = sum(tensor.numel() for name, tensor in checkpoint.tensors.items()
+                  if "layers" in name and tensor.ndim == 2 and "mlp.gate." not in name)  # fmt: skip
+    assert dense.nbytes - net.nbytes == linears * 4 - linears // 2 - linears // 32 * 8
+    assert 0 < net.read_bytes < dense.read_bytes
+
+
+@low_bit
+def test_matrices_of_another_type_in_a_4_bit_file_are_dequantised(tmp_path):
+    """v in 8 bits keeps q, k and v together out of 4; a file without any stays as it is."""
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    checkpoint, config = four_bit_file(tmp_path, "Q4_0", types={"blk.1.attn_v.weight": q8})
+    net = model.Model(checkpoint.config, checkpoint.tensors, quantize="stored")
+    plain = model.Model(checkpoint.config, checkpoint.tensors)
+    assert net.low == 2 * 7 - 3
+    ids = [7 * i % 96 for i in range(1, 6)]
+    whole = forward(plain, cache_for(config), (0, ids, 0))
+    assert distance(forward(net, cache_for(config), (0, ids, 0)), whole) <= 1e-4 * whole.abs().max()
+    checkpoint, _ = four_bit_file(tmp_path, "Q8_0")
+    assert model.Model(checkpoint.config, checkpoint.tensors, quantize="stored").low == 0
+
+
+@low_bit
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.03), ("int4", 0.4)])
+def test_a_quantised_model_is_near_the_whole_one(kind, most):
+    """8 bits are off by 1 in 254 of a row's largest weight, 4 by 1 in 30 of a group's range."""
+    checkpoint = model.random(model.tiny(experts=4))
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+              "vocab_size": 96, "max_position_embeddings": 256}  # fmt: skip
+    ids = [7 * i % 96 for i in range(1, 6)]
+    nets = [model.Model(checkpoint.config, checkpoint.tensors, quantize=k) for k in (None, kind)]
+    whole, found = (forward(net, cache_for(config), (0, ids, 0)) for net in nets)
+    assert 0 < distance(whole, found) <= most * whole.abs().max()
+    assert nets[1].low == 2 * (4 + 3 * 4)
+    low = [tensor for name, tensor in checkpoint.tensors.items()
+           if "layers" in name and tensor.ndim == 2 and "mlp.gate." not in name]  # fmt: skip
+    weights, rows = sum(tensor.numel() for tensor in low), sum(len(tensor) for tensor in low)
+    packed = {"int8": weights + 4 * rows, "int4": weights // 2 + weights // 32 * 8}[kind]
+    assert nets[0].nbytes - nets[1].nbytes == 4 * weights - packed
+
+
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_are_what_gguf_says(kind, tmp_path):
     """gguf cannot write these; random blocks (with finite scales) are as good as any."""

@@ -363,10 +363,10 @@ def experts_case(guard, T, K, X, E, F, dtype=torch.float32, choice=None, bad=())
     x = randn(T, E, seed=7, dtype=dtype)
     x[list(bad)] = math.nan
     x = guard.around(x)
-    packed = (guard.around(kernels.pack_experts(weights)) for weights in (gate_up, down))
+    packed = (guard.around(torch.stack(weights)) for weights in (gate_up, down))
     found = kernels.experts(x, chosen, shares, *packed)
     wide = [[weight.float() for weight in weights] for weights in (gate_up, down)]
-    packed = [in_pytorch(kernels.pack_experts, weights) for weights in wide]
+    packed = [[kernels.pack(weight) for weight in weights] for weights in wide]
     return found, in_pytorch(kernels.experts, x.float(), chosen, shares.float(), *packed)
 
 

@@ -357,7 +357,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if on_triton(gate_up):
         return _gated(gate_up, gelu=False)
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -656,26 +656,31 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool 
     """
     if on_triton(q):
         return _attention(q, keys, values, view, causal)
-    heads, dim = q.shape[1:]
-    shared = keys.shape[2]
-    keys, values = keys.flatten(0, 1).flatten(1), values.flatten(0, 1).flatten(1)  # (P * S, G * D)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # (P * S, G, D)
+    if len(view.parts) == 1 and view.rows == len(q):
+        return _part_attention(q, keys, values, view.parts[0], causal)
     out = torch.empty_like(q)
     out[view.rows :] = 0
     for part in view.parts:
-        if isinstance(part.places, slice):
-            k, v = keys[part.places], values[part.places]
-        else:
-            k, v = keys.index_select(0, part.places), values.index_select(0, part.places)
-        k, v = k.unflatten(1, (shared, dim)), v.unflatten(1, (shared, dim))  # (N, G, D)
-        if part.mask is None:
-            _attend_tiles(out[part.rows], q[part.rows], k, v, causal)
-            continue
-        count = len(part.rows)
-        k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (k, v))  # (b, G, N, D)
-        grouped = q[part.rows].view(count, shared, heads // shared, dim)
-        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)
-        out[part.rows] = mixed.view(count, heads, dim)
+        out[part.rows] = _part_attention(q[part.rows], keys, values, part, causal)
     return out
+
+
+def _part_attention(q: Tensor, keys: Tensor, values: Tensor, part: Part, causal: bool) -> Tensor:
+    """The same for the rows of one part, in its order: keys, values (P * S, G, D)."""
+    if isinstance(part.places, slice):
+        k, v = keys[part.places], values[part.places]  # (N, G, D)
+    else:
+        k, v = (
+            x.flatten(1).index_select(0, part.places).view(-1, *x.shape[1:]) for x in (keys, values)
+        )
+    if part.mask is None:
+        return _attend_tiles(q, k, v, causal)
+    count, heads, dim = q.shape
+    k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (k, v))  # (b, G, N, D)
+    grouped = q.view(count, k.shape[1], -1, dim)
+    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)
+    return mixed.view(count, heads, dim)
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool) -> Tensor:
@@ -830,14 +835,17 @@ def combine_kernel(parts, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK
 TILE = 128  # rows
 
 
-def _attend_tiles(out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool):
+def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`attend` for the rows of one request, TILE at a time: no row meets the keys after its
     tile, which for a whole prompt is nearly half of them."""
     n, length = len(q), len(k)
+    if n <= TILE:
+        return attend(q, k, v, causal)
+    tiles = []
     for row in range(0, n, TILE):
-        end = min(row + TILE, n)
-        seen = length - n + end if causal else length
-        out[row:end] = attend(q[row:end], k[:seen], v[:seen], causal)
+        seen = min(length - n + row + TILE, length) if causal else length
+        tiles.append(attend(q[row : row + TILE], k[:seen], v[:seen], causal))
+    return torch.cat(tiles)
 
 
 # ---------------------------------------------------------------- experts

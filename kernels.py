@@ -789,21 +789,21 @@ def experts_kernel(
         m = first + tl.arange(0, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         pair = tl.load(order + m, mask=m < last, other=0)
-        x += (pair // USES * IN)[:, None]
-        weight += expert * OUT * IN + n[:, None] * IN
+        lines = x + (pair // USES * IN)[:, None]  # x itself keeps its type in a branch
+        columns = weight + expert * OUT * IN + n[:, None] * IN
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, IN, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)[None, :]
-            a = tl.load(x + k, mask=(m < last)[:, None] & (k < IN), other=0)
-            b = tl.load(weight + k, mask=(n < OUT)[:, None] & (k < IN), other=0)
+            a = tl.load(lines + k, mask=(m < last)[:, None] & (k < IN), other=0)
+            b = tl.load(columns + k, mask=(n < OUT)[:, None] & (k < IN), other=0)
             product = tl.dot(
                 a.to(OPERAND), tl.trans(b.to(OPERAND)), product, input_precision="ieee"
             )
         if SHARES:
             product *= tl.load(shares + pair, mask=m < last, other=0).to(tl.float32)[:, None]
         inside = (m < last)[:, None] & (n < OUT)[None, :]
-        out += pair[:, None] * OUT + n[None, :]
-        tl.store(out, product.to(out.dtype.element_ty), mask=inside)
+        at = out + pair[:, None] * OUT + n[None, :]
+        tl.store(at, product.to(out.dtype.element_ty), mask=inside)
 
 
 # ---------------------------------------------------------------- sampling

@@ -55,7 +55,14 @@ def on_triton(x: Tensor) -> bool:
 
 def operand(dtype: torch.dtype):
     """The type in which tl.dot multiplies; the interpreter computes with bfloat16's raw bits."""
-    return getattr(tl, "float32" if INTERPRETED else str(dtype).removeprefix("torch."))
+    name = "float32" if INTERPRETED else str(dtype).removeprefix("torch.")
+    return getattr(tl, name, None)  # None: without Triton
+
+
+def capability(device: torch.device) -> int:
+    """80: A100, 90: H100, 100: B200, 120: RTX 50 (NVIDIA's compute capability, times ten)."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def power_of_2(n: int) -> int:
@@ -551,10 +558,9 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool
     T, heads, dim = q.shape
     size, shared = keys.shape[1:3]
     requests = view.spans.shape[0]
-    config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal)
-    rows = config["BLOCK_M"] // (heads // shared)
-    tiles = requests if view.most == 1 else T // rows + requests  # at least as many as there are
-    splits = key_splits(tiles * shared)
+    arch = capability(q.device)
+    config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal, arch)
+    tiles, splits = attention_grid(T, requests, config)
     out = torch.empty(T, heads, dim, dtype=q.dtype, device=q.device)
     into, weights = out, None
     if splits > 1:
@@ -586,20 +592,39 @@ def key_splits(programs: int) -> int:
     return splits
 
 
+def attention_grid(T: int, requests: int, config: dict) -> tuple[int, int]:
+    """Tiles of rows, at least as many as there are, and the splits of each one's keys."""
+    shared = config["G"]
+    rows = config["BLOCK_M"] // (config["H"] // shared)
+    tiles = requests if config["ONE_ROW"] else T // rows + requests
+    return tiles, key_splits(tiles * shared)
+
+
 def attention_config(
-    most: int, heads: int, shared: int, dim: int, size: int, dtype: torch.dtype, causal: bool
-) -> dict:
-    """most: rows of the request that has most of them."""
-    group = power_of_2(heads // shared)
+    most: int, heads: int, shared: int, dim: int, size: int, dtype: torch.dtype, causal: bool,
+    arch: int,
+) -> dict:  # fmt: skip
+    """most: rows of the request that has most of them. arch: see `capability`.
+
+    A tile is as large as the registers hold, 255 a thread. 128 lines by 64 keys of 128 halves
+    take 240 where tensor cores read shared memory (90 to 119), and do not fit where they do not.
+    """
+    group, half = power_of_2(heads // shared), dtype.itemsize == 2
     block_d = max(16, power_of_2(dim))
-    bytes_a_key = block_d * dtype.itemsize
-    largest = 32 if dtype.itemsize == 4 else 128 if dim <= 128 else 64
+    largest = 32 if not half else 128 if dim <= 128 else 64
     block_m = min(max(16, group * power_of_2(most)), max(largest, group))
+    roomy = half and (block_m < 64 or 90 <= arch < 120)
+    tile_bytes = 16384 if roomy else 8192  # of keys
+    block_n = max(16, min(64, tile_bytes // (block_d * dtype.itemsize)))
+    scores, mixed = (8192, 8192) if half else (1024, 4096)  # numbers that 4 warps hold
+    wide = block_m * block_n >= scores or block_m * block_d > mixed
     return {
         "H": heads, "G": shared, "D": dim, "S": size, "CAUSAL": causal, "ONE_ROW": most == 1,
-        "BLOCK_M": block_m, "BLOCK_N": max(16, min(64, 16384 // bytes_a_key)), "BLOCK_D": block_d,
-        "OPERAND": operand(dtype),
-        "num_warps": 8 if block_m * block_d > 64 * 128 else 4, "num_stages": 2,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "OPERAND": operand(dtype),
+        "num_warps": 8 if wide else 4,
+        "num_stages": 3,  # block ids come a round before the keys that they locate
+        # Without a limit the compiler sets its own, and spills to fit one more program.
+        "maxnreg": 255 if block_m > 16 and block_d <= 64 else None,
     }  # fmt: skip
 
 
@@ -741,7 +766,7 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
     """
     (T, K), X = chosen.shape, len(gate_up)
     pairs = T * K
-    block = 16 if pairs <= 16 * X else 64
+    block = experts_block(pairs, X)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)  # pair = row * K + choice
     sizes = (flat[:, None] == torch.arange(X, device=x.device)).sum(0)
@@ -767,12 +792,19 @@ def _grouped(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, uses: int,
     return out
 
 
+def experts_block(pairs: int, experts: int) -> int:
+    """Rows of a tile: few where the mean expert has few."""
+    return 16 if pairs <= 16 * experts else 64
+
+
 def experts_config(
     inner: int, width: int, uses: int, shared: bool, block: int, dtype: torch.dtype
 ) -> dict:
+    """Tiles are what fits the registers."""
+    block_n, block_k = (64, 64) if dtype.itemsize == 2 else (64, 32) if block == 16 else (32, 16)
     return {
-        "IN": inner, "OUT": width, "USES": uses, "SHARES": shared, "BLOCK_M": block, "BLOCK_N": 64,
-        "BLOCK_K": 64 if dtype.itemsize == 2 else 32, "OPERAND": operand(dtype),
+        "IN": inner, "OUT": width, "USES": uses, "SHARES": shared, "BLOCK_M": block,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "OPERAND": operand(dtype),
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
@@ -836,7 +868,7 @@ def draw(scaled: Tensor, columns: Tensor, keys: Tensor, top_k: Tensor, first: Te
     return ids
 
 
-DRAW = {"BLOCK": 2048, "num_warps": 8}
+DRAW = {"BLOCK": 2048, "num_warps": 16}
 
 
 @jit

@@ -23,13 +23,18 @@ Units         bytes, FLOPs (a multiply-add is two), seconds.
 Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python kernels.py                  one decode step and one prompt, on three cards
               python kernels.py --rows 16        a batch of 16 decodes instead of one
+              python kernels.py --compile        every kernel for three GPUs, on a machine without
               python tests/mutations.py kernels.py   change it: known bugs, each with its test
 Imports       nothing of ours.
 """
 
 import ctypes
+import io
 import os
-from dataclasses import dataclass, field
+import re
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -1037,13 +1042,283 @@ def picture(rows: int, context: int) -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------- ahead of time, without a GPU
+
+ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type where none is named
+    "scale": "fp32", "eps": "fp32", "requests": "i32", "width": "i32", "V": "i32",
+    "x_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
+    "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
+    "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
+    "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels see of a model. F: of an expert, where there are experts."""
+
+    H: int
+    G: int
+    D: int
+    E: int
+    F: int
+    X: int = 0  # experts
+    K: int = 0  # experts of a row
+
+
+SHAPES = {
+    "SmolLM2-135M": Shape(9, 3, 64, 576, 1536),
+    "Qwen3-0.6B": Shape(16, 8, 128, 1024, 3072),
+    "Qwen3-8B": Shape(32, 8, 128, 4096, 12288),
+    "Llama-3.1-8B": Shape(32, 8, 128, 4096, 14336),
+    "Qwen3-30B-A3B": Shape(32, 4, 128, 2048, 768, 128, 8),
+}
+OTHER_SHAPES = {  # groups of 7, 5, 1 and 8 heads, padded heads, and large ones
+    "Qwen2.5-0.5B": Shape(14, 2, 64, 896, 4864),
+    "Qwen2.5-14B": Shape(40, 8, 128, 5120, 13824),
+    "Phi-3-mini": Shape(32, 32, 96, 3072, 8192),
+    "Gemma-2B": Shape(8, 1, 256, 2048, 16384),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as launches of one shape compile it. types: of arguments that have another one
+    than ARGUMENTS says; of one that is None, "constexpr"."""
+
+    name: str
+    kernel: object
+    dtype: torch.dtype
+    config: dict
+    types: dict[str, str] = field(default_factory=dict)
+
+
+def launches(arch: int) -> list[Launch]:
+    """All that is compiled ahead of time: SHAPES in bfloat16 with what steps of 1, 8, 64 and 512
+    rows launch, OTHER_SHAPES in every type, and all kernels in every type. Block sizes, splits
+    and causal go round among the latter."""
+    table = [draw_launch()]
+    for shape in SHAPES.values():
+        table += row_launches(shape, torch.bfloat16)
+        for rows in (1, 8, 64, 512):
+            for most in (1, rows):
+                table += step_launches(shape, torch.bfloat16, rows, most, arch)
+            table += expert_launches(shape, torch.bfloat16, rows)
+    for dtype in ELEMENTS:
+        table += row_launches(SHAPES["Qwen3-30B-A3B"], dtype)
+        for rows in (1, 512):
+            table += expert_launches(SHAPES["Qwen3-30B-A3B"], dtype, rows)
+    turn = 0
+    for shape in OTHER_SHAPES.values():
+        for dtype in ELEMENTS:
+            for most in (1, 5, 512):
+                size = (8, 16, 256)[(turn + turn // 3 + turn // 9) % 3]
+                splits, causal = 2 ** (turn % 5), turn % 4 > 0
+                table += attention_launches(shape, dtype, most, size, causal, splits, arch)
+                turn += 1
+    return list({str(replace(launch, name="")): launch for launch in table}.values())
+
+
+def draw_launch() -> Launch:
+    return Launch("draw", draw_kernel, torch.float32, DRAW, {"keys": "*i32"})
+
+
+def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
+    """What does not depend on the number of rows."""
+    missing, heads = {"delta": "constexpr"}, s.H + s.G
+    return [
+        Launch(f"norm {s.E}", norm_kernel, dtype, norm_config(s.E, False), missing),
+        Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
+        Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
+        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D)),
+        Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
+        Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
+        Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
+    ]
+
+
+def step_launches(s: Shape, dtype, rows: int, most: int, arch: int) -> list[Launch]:
+    """Attention in a step of that many rows, `most` of each request."""
+    config = attention_config(most, s.H, s.G, s.D, 16, dtype, True, arch)
+    _, splits = attention_grid(rows, rows // most, config)
+    return attention_launches(s, dtype, most, 16, True, splits, arch)
+
+
+def attention_launches(
+    s: Shape, dtype, most: int, size: int, causal: bool, splits: int, arch: int
+) -> list[Launch]:
+    config = attention_config(most, s.H, s.G, s.D, size, dtype, causal, arch)
+    config["SPLITS"] = splits
+    tile = f"{config['BLOCK_M']} x {config['BLOCK_N']} x {s.D}"
+    name = f"attention {tile}, S {size}, splits {splits}" + ", causal" * causal
+    if splits == 1:
+        return [Launch(name, attention_kernel, dtype, config, {"lse": "constexpr"})]
+    return [
+        Launch(name, attention_kernel, dtype, config, {"out": "*fp32"}),
+        Launch(f"combine {splits} x {s.D}", combine_kernel, dtype, combine_config(s.D, splits)),
+    ]
+
+
+def expert_launches(s: Shape, dtype: torch.dtype, rows: int) -> list[Launch]:
+    if not s.X:
+        return []
+    block = experts_block(rows * s.K, s.X)
+    up = experts_config(s.E, 2 * s.F, s.K, False, block, dtype)
+    down = experts_config(s.F, s.E, 1, True, block, dtype)
+    return [
+        Launch(f"experts {block} rows, up", experts_kernel, dtype, up, {"shares": "constexpr"}),
+        Launch(f"experts {block} rows, down", experts_kernel, dtype, down),
+    ]
+
+
+@dataclass(frozen=True)
+class Card:
+    """NVIDIA's compute capabilities, from the CUDA programming guide. All have 65,536 registers,
+    64 warps and 32 programs a processor; a program's shared memory is 1 KiB more than it asks."""
+
+    name: str
+    shared_kib: int  # of a program at most
+    processor_kib: int
+    instruction: str  # that multiplies large tiles
+
+
+ARCHS = {
+    80: Card("A100", 163, 164, "mma"),
+    90: Card("H100", 227, 228, "wgmma"),
+    100: Card("B200", 227, 228, "tcgen05"),
+}
+INSTRUCTIONS = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "mma.sync"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch became on one architecture."""
+
+    registers: int  # a thread
+    spills: int  # bytes, stored and loaded
+    shared_kib: float  # a program
+    programs: int  # at once on a processor
+    instruction: str  # of its products; "fma": none but the ordinary one
+    wide: int  # copies of 16 bytes from memory to shared memory that a thread's code has
+    narrow: int  # of less, but for block ids, which are 4
+
+
+OPTIONS = "num_warps", "num_stages", "maxnreg"
+
+
+def argument(launch: Launch, name: str) -> str:
+    """The type of an argument, in Triton's words; "constexpr": it is None or a constant."""
+    if name in launch.config:
+        return "constexpr"
+    return launch.types.get(name) or ARGUMENTS.get(name) or "*" + ELEMENTS[launch.dtype]
+
+
+def compiled(launch: Launch, arch: int) -> Compiled:
+    """Compile as a launch on that architecture would, pointers and strides divisible by 16."""
+    constants = dict(launch.config)
+    options = {o: constants.pop(o) for o in OPTIONS if o in constants}
+    signature, divisible = {}, {}
+    for i, name in enumerate(launch.kernel.arg_names):
+        kind = argument(launch, name)
+        if kind == "constexpr":
+            constants.setdefault(name, None)
+        elif kind[0] == "*" or name.endswith("stride") or name == "width":
+            divisible[(i,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = triton.compiler.ASTSource(launch.kernel, signature, constants, divisible)
+    target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    os.environ.update(TRITON_DUMP_PTXAS_LOG="1", TRITON_ALWAYS_COMPILE="1")
+    with redirect_stdout(io.StringIO()) as log:
+        result = triton.compile(source, target=target, options=options)
+    return measured(result, log.getvalue(), arch)
+
+
+def measured(result, log: str, arch: int) -> Compiled:
+    """Read the assembler's log and the code."""
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    code, shared_kib = result.asm["ptx"], result.metadata.shared / 1024
+    warps = result.metadata.num_warps
+    fits = [
+        # Warps get their registers 256 at a time, in four partitions of a processor.
+        65536 // (256 * ceil_div(registers, 8)) // 4 * 4 // warps,
+        int(ARCHS[arch].processor_kib / (shared_kib + 1)),
+        64 // warps,
+        32,
+    ]
+    if result.metadata.tmem_size:  # columns of tensor memory, which has 512
+        fits.append(512 // result.metadata.tmem_size)
+    instruction = next((i for i, text in INSTRUCTIONS.items() if text in code), "fma")
+    sizes = [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.[^;]*\], (0x\w+)", code)]
+    narrow = sum(n not in (4, 16) for n in sizes)
+    return Compiled(registers, spills, shared_kib, min(fits), instruction, sizes.count(16), narrow)
+
+
+def broken(launch: Launch, arch: int, found: Compiled) -> list[str]:
+    """What is wrong with it: the rules that hold for every launch of the list."""
+    card, config, wrong = ARCHS[arch], launch.config, []
+    if found.spills:
+        wrong.append(f"{found.spills} bytes of registers spill to memory")
+    if found.shared_kib > card.shared_kib:
+        wrong.append(f"{found.shared_kib:.0f} of {card.shared_kib} KiB shared memory")
+    if "OPERAND" in config and launch.dtype.itemsize == 2:
+        wanted = card.instruction if config["BLOCK_M"] >= 64 else "mma"
+        if found.instruction != wanted:
+            wrong.append(f"{found.instruction} instead of {wanted}")
+    if launch.kernel is attention_kernel:
+        # Twice, before the loop and in it, a thread copies its share of keys and values.
+        copied = found.wide * 16 * 32 * config["num_warps"]
+        tile = config["BLOCK_N"] * config["BLOCK_D"] * launch.dtype.itemsize
+        if copied < 4 * tile or found.narrow:
+            wrong.append("keys or values are read in less than 16 bytes")
+        if config["ONE_ROW"] and found.programs < 3:
+            wrong.append(f"{found.programs} programs a processor, of decode tiles, instead of 3")
+    return wrong
+
+
+def compile_all(archs: list[int]) -> str | None:
+    """Compile the list, a line each as they come. None, or in one sentence what went wrong."""
+    if triton is None:
+        return "--compile needs Triton, which is not installed here"
+    if INTERPRETED:
+        return "--compile cannot run in Triton's interpreter: unset TRITON_INTERPRET"
+    wrong = []
+    for arch in archs:
+        title = f"sm_{arch} ({ARCHS[arch].name})"
+        print(f"{title:<60}registers  spills  shared KiB  programs  product", flush=True)
+        for launch in launches(arch):
+            name, found = f"{ELEMENTS[launch.dtype]} {launch.name}", compiled(launch, arch)
+            wrong += [f"sm_{arch} {name}: {what}" for what in broken(launch, arch, found)]
+            print(
+                f"{name:<60}{found.registers:>9}{found.spills:>8}{found.shared_kib:>12.1f}"
+                f"{found.programs:>10}  {found.instruction}",
+                flush=True,
+            )
+    return f"{len(wrong)} rules are broken: " + "; ".join(wrong) if wrong else None
+
+
 if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="One step's bytes and FLOPs on three cards.")
-    parser.add_argument("--rows", type=int, default=1, help="requests decoding (default 1)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens in each (default 2048)")
+    parser.add_argument("--rows", type=int, help="requests decoding (default 1)")
+    parser.add_argument("--context", type=int, help="tokens in each (default 2048)")
+    parser.add_argument("--compile", action="store_true", help="every kernel, without a GPU")
+    parser.add_argument("--arch", help="for which GPUs (default 80,90,100)")
     args = parser.parse_args()
-    if args.rows < 1 or args.context < 2:
-        parser.error(f"--rows {args.rows} must be at least 1, --context {args.context} at least 2")
-    print(picture(args.rows, args.context))
+    if args.compile:
+        if args.rows is not None or args.context is not None:
+            parser.error("--rows and --context belong to the picture, and not to --compile")
+        archs = (args.arch or "80,90,100").split(",")
+        for arch in archs:
+            if arch not in map(str, ARCHS):
+                parser.error(f"--arch {arch} is none of 80, 90 and 100")
+        sys.exit(compile_all(list(map(int, archs))))
+    if args.arch is not None:
+        parser.error(f"--arch {args.arch} goes with --compile")
+    rows = 1 if args.rows is None else args.rows
+    context = 2048 if args.context is None else args.context
+    if rows < 1 or context < 2:
+        parser.error(f"--rows {rows} must be at least 1, --context {context} at least 2")
+    print(picture(rows, context))

@@ -1438,6 +1438,48 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "1: the texts of all samples run into one",
         "tests/test_generate.py -k samples_are_requests",
     ),
+    (
+        "kernels.py",
+        "    table = [draw_launch()]\n",
+        "    table = []\n",
+        "a kernel that nobody compiles ahead of time",
+        "tests/test_kernels.py -k every_kernel_is_compiled",
+    ),
+    (
+        "kernels.py",
+        'draw_kernel, torch.float32, DRAW, {"keys": "*i32"})',
+        "draw_kernel, torch.float32, DRAW)",
+        "what is compiled takes other arguments than what is launched",
+        "tests/test_kernels.py -k what_a_step_launches",
+    ),
+    (
+        "kernels.py",
+        "    tile_bytes = 16384 if roomy else 8192  # of keys",
+        "    tile_bytes = 16384  # of keys",
+        "float32 tiles of attention are larger than the registers",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[100-plain]",
+    ),
+    (
+        "kernels.py",
+        "    wide = block_m * block_n >= scores or block_m",
+        "    wide = block_m",
+        "128 lines of attention for 128 threads: registers spill",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[100-half]",
+    ),
+    (
+        "kernels.py",
+        "            k = tl.load(keys + place[:, None] + d[None, :],",
+        "            k = tl.load(keys + place[:, None] + d[None, :] * G,",
+        "keys whose numbers are not neighbours are read one by one",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[90-half]",
+    ),
+    (
+        "kernels.py",
+        "        lines = x + (pair // USES * IN)[:, None]  # x itself keeps its type in a branch\n",
+        "        x += (pair // USES * IN)[:, None]\n        lines = x\n",
+        "the experts' kernel runs in the interpreter, and on no GPU",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[80-rest]",
+    ),
 ]
 
 
@@ -1450,7 +1492,8 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
         return f"{original.count(before)} places are {before!r}"
     path.write_text(original.replace(before, after))
     names = test.split(" -k ")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", names[0]]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += names[0].split()  # a file, and perhaps -m slow
     command += ["-k", names[1]] if len(names) > 1 else []
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)

@@ -978,38 +978,52 @@ class Graphs:
 
 # ---------------------------------------------------------------- the experiment
 
-CARDS = {  # published peaks: dense bfloat16 FLOP/s, memory bytes/s
-    "RTX 4090": (165e12, 1.008e12),
+PEAKS = {  # published: dense bfloat16 FLOP/s, memory bytes/s
     "A100 80GB": (312e12, 2.039e12),
     "H100 SXM": (989e12, 3.35e12),
+    "B200": (2.25e15, 8e12),
 }
-SHAPE = {"layers": 32, "E": 4096, "H": 32, "G": 8, "D": 128, "F": 14336, "V": 128256}
 
 
-def operations(
-    rows: int, sequences: int, stored: int, attended: float
-) -> list[tuple[str, float, float]]:
-    """(name, bytes, FLOPs) of one step of Llama-3.1-8B in bfloat16.
+def step_costs(rows: int, sequences: int, stored: int, attended: float) -> list[tuple]:
+    """(launch, how many in a step, bytes, FLOPs of each) of Llama-3.1-8B in bfloat16.
 
-    rows: tokens computed, of that many sequences; stored: tokens in each one's cache, read
-    once; attended: how many of them a row attends to, on average.
+    rows: tokens computed, of that many sequences; stored: tokens in each one's cache; attended:
+    how many of them a row attends to, on average. What one launch reads twice counts once, and
+    norms' weights not at all.
     """
-    s = SHAPE
-    heads = (s["H"] + 2 * s["G"]) * s["D"]
-    weights = {
-        "q, k, v": s["layers"] * s["E"] * heads,
-        "attention out": s["layers"] * s["E"] * s["H"] * s["D"],
-        "gate, up, down": s["layers"] * 3 * s["E"] * s["F"],
-        "logits": s["E"] * s["V"],
-    }
-    table = []
-    for name, count in weights.items():
-        used = sequences if name == "logits" else rows
-        table.append((name, 2.0 * count, 2.0 * used * count))
-    cache = s["layers"] * 2 * s["G"] * s["D"] * stored * sequences * 2.0
-    scores = s["layers"] * 4.0 * s["H"] * s["D"] * attended * rows
-    table.insert(1, ("attention", cache, scores))
-    return table
+    s, layers, V = SHAPES["Llama-3.1-8B"], 32, 128256
+    shape = rows // sequences, s.H, s.G, s.D, 16, torch.bfloat16, True, 90
+    _, splits = attention_grid(rows, sequences, attention_config(*shape))
+    shared, mixed = s.G * s.D, s.H * s.D  # numbers a row has of keys, and of queries
+    cache, output = 4 * sequences * stored * shared, 2 * rows * mixed  # bytes
+    parts = rows * s.H * splits * (s.D + 1) * 4 if splits > 1 else output  # of float32
+
+    def product(width, out, rows=rows):
+        return 2 * (width * out + rows * (width + out)), 2 * rows * width * out
+
+    table = [
+        ("norm", 1, 4 * rows * s.E, 4 * rows * s.E),
+        ("q, k, v", layers, *product(s.E, mixed + 2 * shared)),
+        ("rope", layers, rows * (4 * (mixed + shared) + 4 * s.D), 3 * rows * (mixed + shared)),
+        ("store", layers, 8 * rows * shared, 0),
+        ("attention", layers, output + cache + parts, 4 * rows * attended * mixed),
+        ("combine", layers, parts + output, 2 * rows * splits * mixed),
+        ("out", layers, *product(mixed, s.E)),
+        ("add, norm", 2 * layers, 8 * rows * s.E, 5 * rows * s.E),
+        ("gate, up", layers, *product(s.E, 2 * s.F)),
+        ("silu", layers, 6 * rows * s.F, 5 * rows * s.F),
+        ("down", layers, *product(s.F, s.E)),
+        ("logits", 1, *product(s.E, V, sequences)),
+    ]
+    return [line for line in table if splits > 1 or line[0] != "combine"]
+
+
+def cost_line(name: str, count: int, nbytes, flops, times: list[float], digits: int) -> str:
+    sizes = f"{nbytes / 1e6:>11,.{digits}f}{flops / 1e9:>11,.{digits}f}{flops / nbytes:>11,.1f}"
+    return f"  {name:<10}{count:>10}{sizes}" + "".join(
+        f"{time:>15,.{min(digits, 2)}f}" for time in times
+    )
 
 
 def picture(rows: int, context: int) -> str:
@@ -1017,27 +1031,27 @@ def picture(rows: int, context: int) -> str:
     decode = f"decode: {rows} request{'s' * (rows > 1)} x 1 token, {context} in context"
     prefill = f"prefill: 1 request x {context} tokens"
     for title, n, table in (
-        (decode, rows, operations(rows, rows, context, context)),
-        (prefill, context, operations(context, 1, context, context / 2)),
+        (decode, rows, step_costs(rows, rows, context, context)),
+        (prefill, context, step_costs(context, 1, context, context / 2)),
     ):
-        total = ("all", sum(b for _, b, _ in table), sum(f for _, _, f in table))
-        lines.append(title)
-        lines.append(f"  {'':<15}{'MB read':>10}{'GFLOP':>11}{'FLOP/byte':>11}")
-        for name, nbytes, flops in [*table, total]:
-            lines.append(
-                f"  {name:<15}{nbytes / 1e6:>10,.1f}{flops / 1e9:>11,.1f}{flops / nbytes:>11,.1f}"
-            )
-        for card, (peak, bandwidth) in CARDS.items():
-            memory, compute = total[1] / bandwidth * 1e3, total[2] / peak * 1e3
-            limit = "memory" if memory > compute else "arithmetic"
-            lines.append(
-                f"  {card:<10} reading {memory:>7.2f} ms, computing {compute:>7.2f} ms"
-                f"  -> {limit}, {n / max(memory, compute) * 1e3:,.0f} tokens/s at best"
-            )
-        lines.append("")
+        head = f"{'launches':>10}{'MB':>11}{'GFLOP':>11}{'FLOP/byte':>11}"
+        lines += [title, f"  {'':<10}{head}" + "".join(f"{name + ' us':>15}" for name in PEAKS)]
+        totals = [0.0] * len(PEAKS)
+        for name, count, nbytes, flops in table:
+            times = [max(nbytes / speed, flops / peak) * 1e6 for peak, speed in PEAKS.values()]
+            totals = [total + count * time for total, time in zip(totals, times)]
+            lines.append(cost_line(name, count, nbytes, flops, times, digits=3))
+        count = sum(count for _, count, _, _ in table)
+        nbytes = sum(count * nbytes for _, count, nbytes, _ in table)
+        flops = sum(count * flops for _, count, _, flops in table)
+        lines.append(cost_line("a step", count, nbytes, flops, totals, digits=0))
+        best = "".join(f"{n / total * 1e6:>15,.0f}" for total in totals)
+        lines += [f"  {'tokens/s at best':<53}{best}", ""]
+    own = ", ".join(f"{name} {peak / speed:.0f}" for name, (peak, speed) in PEAKS.items())
     lines += [
-        "Llama-3.1-8B, bfloat16: both passes read the same weights, but the prompt uses each of",
-        "them for all its rows. Below some 150 to 300 FLOP a byte, memory is a card's limit.",
+        "Llama-3.1-8B, bfloat16; a line is one launch at the limits of each card. Both passes read",
+        "the same weights, but the prompt uses each of them for all its rows. A card is limited by",
+        f"memory below its own FLOP/byte: {own}.",
     ]
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
 Try           python kernels.py                  one decode step and one prompt, on three cards
               TRITON_INTERPRET=1 python generate.py --demo   the Triton kernels, without a GPU
               python kernels.py --rows 16        a batch of 16 decodes instead of one
+              python kernels.py --compile        every kernel for three GPUs, on a machine without
               python tests/mutations.py kernels.py   change it: known bugs, each with its test
 Imports       nothing of ours.
 """
@@ -38,14 +39,16 @@ Imports       nothing of ours.
 import ctypes
 import functools
 import inspect
+import io
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -78,7 +81,14 @@ def on_triton(x: Tensor) -> bool:
 
 def operand(dtype: torch.dtype):
     """The type in which tl.dot multiplies; the interpreter computes with bfloat16's raw bits."""
-    return getattr(tl, "float32" if INTERPRETED else str(dtype).removeprefix("torch."))
+    name = "float32" if INTERPRETED else str(dtype).removeprefix("torch.")
+    return getattr(tl, name, None)  # None: without Triton
+
+
+def capability(device: torch.device) -> int:
+    """80: A100, 90: H100, 100: B200, 120: RTX 50 (NVIDIA's compute capability, times ten)."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def power_of_2(n: int) -> int:
@@ -657,8 +667,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool 
     if on_triton(q):
         return _attention(q, keys, values, view, causal)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # (P * S, G, D)
-    if len(view.parts) == 1 and view.rows == len(q):
-        return _part_attention(q, keys, values, view.parts[0], causal)
+    if len(view.parts) == 1 and isinstance(view.parts[0].rows, slice) and view.rows == len(q):
+        return _part_attention(q, keys, values, view.parts[0], causal)  # a request alone
     out = torch.empty_like(q)
     out[view.rows :] = 0
     for part in view.parts:
@@ -688,10 +698,9 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool
     T, heads, dim = q.shape
     size, shared = keys.shape[1:3]
     requests = view.spans.shape[0]
-    config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal)
-    rows = config["BLOCK_M"] // (heads // shared)
-    tiles = requests if view.most == 1 else T // rows + requests  # at least as many as there are
-    splits = key_splits(tiles * shared, config["BLOCK_M"])
+    arch = capability(q.device)
+    config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal, arch)
+    tiles, splits = attention_grid(T, requests, config)
     out = torch.empty(T, heads, dim, dtype=q.dtype, device=q.device)
     into, weights = out, None
     if splits > 1:
@@ -722,20 +731,39 @@ def key_splits(programs: int, block_m: int) -> int:
     return 4 if 4 * programs >= PROGRAMS else 16
 
 
+def attention_grid(T: int, requests: int, config: dict) -> tuple[int, int]:
+    """Tiles of rows, at least as many as there are, and the splits of each one's keys."""
+    shared = config["G"]
+    rows = config["BLOCK_M"] // (config["H"] // shared)
+    tiles = requests if config["ONE_ROW"] else T // rows + requests
+    return tiles, key_splits(tiles * shared, config["BLOCK_M"])
+
+
 def attention_config(
-    most: int, heads: int, shared: int, dim: int, size: int, dtype: torch.dtype, causal: bool
-) -> dict:
-    """most: rows of the request that has most of them."""
-    group = power_of_2(heads // shared)
+    most: int, heads: int, shared: int, dim: int, size: int, dtype: torch.dtype, causal: bool,
+    arch: int,
+) -> dict:  # fmt: skip
+    """most: rows of the request that has most of them. arch: see `capability`.
+
+    A tile is as large as the registers hold, 255 a thread. 128 lines by 64 keys of 128 halves
+    take 240 where tensor cores read shared memory (90 to 119), and do not fit where they do not.
+    """
+    group, half = power_of_2(heads // shared), dtype.itemsize == 2
     block_d = max(16, power_of_2(dim))
-    bytes_a_key = block_d * dtype.itemsize
-    largest = 32 if dtype.itemsize == 4 else 128 if dim <= 128 else 64
+    largest = 32 if not half else 128 if dim <= 128 else 64
     block_m = min(max(16, group * power_of_2(most)), max(largest, group))
+    roomy = half and (block_m < 64 or 90 <= arch < 120)
+    tile_bytes = 16384 if roomy else 8192  # of keys
+    block_n = max(16, min(64, tile_bytes // (block_d * dtype.itemsize)))
+    scores, mixed = (8192, 8192) if half else (1024, 4096)  # numbers that 4 warps hold
+    wide = block_m * block_n >= scores or block_m * block_d > mixed
     return {
         "H": heads, "G": shared, "D": dim, "S": size, "CAUSAL": causal, "ONE_ROW": most == 1,
-        "BLOCK_M": block_m, "BLOCK_N": max(16, min(64, 16384 // bytes_a_key)), "BLOCK_D": block_d,
-        "OPERAND": operand(dtype),
-        "num_warps": 8 if block_m * block_d > 64 * 128 else 4, "num_stages": 2,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "OPERAND": operand(dtype),
+        "num_warps": 8 if wide else 4,
+        "num_stages": 3,  # block ids come a round before the keys that they locate
+        # Without a limit the compiler sets its own, and spills to fit one more program.
+        "maxnreg": 255 if block_m > 16 and block_d <= 64 else None,
     }  # fmt: skip
 
 
@@ -875,7 +903,7 @@ def _experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: 
     """
     (T, K), X = chosen.shape, len(gate_up)
     pairs = T * K
-    block = 16 if pairs <= 16 * X else 64
+    block = experts_block(pairs, X)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)  # pair = row * K + choice
     sizes = (flat[:, None] == torch.arange(X, device=x.device)).sum(0)
@@ -901,12 +929,19 @@ def _grouped(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, uses: int,
     return out
 
 
+def experts_block(pairs: int, experts: int) -> int:
+    """Rows of a tile: few where the mean expert has few."""
+    return 16 if pairs <= 16 * experts else 64
+
+
 def experts_config(
     inner: int, width: int, uses: int, shared: bool, block: int, dtype: torch.dtype
 ) -> dict:
+    """Tiles are what fits the registers."""
+    block_n, block_k = (64, 64) if dtype.itemsize == 2 else (64, 32) if block == 16 else (32, 16)
     return {
-        "IN": inner, "OUT": width, "USES": uses, "SHARES": shared, "BLOCK_M": block, "BLOCK_N": 64,
-        "BLOCK_K": 64 if dtype.itemsize == 2 else 32, "OPERAND": operand(dtype),
+        "IN": inner, "OUT": width, "USES": uses, "SHARES": shared, "BLOCK_M": block,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "OPERAND": operand(dtype),
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
@@ -970,7 +1005,7 @@ def draw(scaled: Tensor, columns: Tensor, keys: Tensor, top_k: Tensor, first: Te
     return ids
 
 
-DRAW = {"BLOCK": 2048, "num_warps": 8}
+DRAW = {"BLOCK": 2048, "num_warps": 16}
 
 
 @jit
@@ -1362,38 +1397,52 @@ def _roofline(points: dict[str, Call], bandwidth: float, rate: float) -> list[st
 
 # ---------------------------------------------------------------- the experiment
 
-CARDS = {  # published peaks: dense bfloat16 FLOP/s, memory bytes/s
-    "RTX 4090": (165e12, 1.008e12),
+PEAKS = {  # published: dense bfloat16 FLOP/s, memory bytes/s
     "A100 80GB": (312e12, 2.039e12),
     "H100 SXM": (989e12, 3.35e12),
+    "B200": (2.25e15, 8e12),
 }
-SHAPE = {"layers": 32, "E": 4096, "H": 32, "G": 8, "D": 128, "F": 14336, "V": 128256}
 
 
-def operations(
-    rows: int, sequences: int, stored: int, attended: float
-) -> list[tuple[str, float, float]]:
-    """(name, bytes, FLOPs) of one step of Llama-3.1-8B in bfloat16.
+def step_costs(rows: int, sequences: int, stored: int, attended: float) -> list[tuple]:
+    """(launch, how many in a step, bytes, FLOPs of each) of Llama-3.1-8B in bfloat16.
 
-    rows: tokens computed, of that many sequences; stored: tokens in each one's cache, read
-    once; attended: how many of them a row attends to, on average.
+    rows: tokens computed, of that many sequences; stored: tokens in each one's cache; attended:
+    how many of them a row attends to, on average. What one launch reads twice counts once, and
+    norms' weights not at all.
     """
-    s = SHAPE
-    heads = (s["H"] + 2 * s["G"]) * s["D"]
-    weights = {
-        "q, k, v": s["layers"] * s["E"] * heads,
-        "attention out": s["layers"] * s["E"] * s["H"] * s["D"],
-        "gate, up, down": s["layers"] * 3 * s["E"] * s["F"],
-        "logits": s["E"] * s["V"],
-    }
-    table = []
-    for name, count in weights.items():
-        used = sequences if name == "logits" else rows
-        table.append((name, 2.0 * count, 2.0 * used * count))
-    cache = s["layers"] * 2 * s["G"] * s["D"] * stored * sequences * 2.0
-    scores = s["layers"] * 4.0 * s["H"] * s["D"] * attended * rows
-    table.insert(1, ("attention", cache, scores))
-    return table
+    s, layers, V = SHAPES["Llama-3.1-8B"], 32, 128256
+    shape = rows // sequences, s.H, s.G, s.D, 16, torch.bfloat16, True, 90
+    _, splits = attention_grid(rows, sequences, attention_config(*shape))
+    shared, mixed = s.G * s.D, s.H * s.D  # numbers a row has of keys, and of queries
+    cache, output = 4 * sequences * stored * shared, 2 * rows * mixed  # bytes
+    parts = rows * s.H * splits * (s.D + 1) * 4 if splits > 1 else output  # of float32
+
+    def product(width, out, rows=rows):
+        return 2 * (width * out + rows * (width + out)), 2 * rows * width * out
+
+    table = [
+        ("norm", 1, 4 * rows * s.E, 4 * rows * s.E),
+        ("q, k, v", layers, *product(s.E, mixed + 2 * shared)),
+        ("rope", layers, rows * (4 * (mixed + shared) + 4 * s.D), 3 * rows * (mixed + shared)),
+        ("store", layers, 8 * rows * shared, 0),
+        ("attention", layers, output + cache + parts, 4 * rows * attended * mixed),
+        ("combine", layers, parts + output, 2 * rows * splits * mixed),
+        ("out", layers, *product(mixed, s.E)),
+        ("add, norm", 2 * layers, 8 * rows * s.E, 5 * rows * s.E),
+        ("gate, up", layers, *product(s.E, 2 * s.F)),
+        ("silu", layers, 6 * rows * s.F, 5 * rows * s.F),
+        ("down", layers, *product(s.F, s.E)),
+        ("logits", 1, *product(s.E, V, sequences)),
+    ]
+    return [line for line in table if splits > 1 or line[0] != "combine"]
+
+
+def cost_line(name: str, count: int, nbytes, flops, times: list[float], digits: int) -> str:
+    sizes = f"{nbytes / 1e6:>11,.{digits}f}{flops / 1e9:>11,.{digits}f}{flops / nbytes:>11,.1f}"
+    return f"  {name:<10}{count:>10}{sizes}" + "".join(
+        f"{time:>15,.{min(digits, 2)}f}" for time in times
+    )
 
 
 def picture(rows: int, context: int) -> str:
@@ -1401,38 +1450,308 @@ def picture(rows: int, context: int) -> str:
     decode = f"decode: {rows} request{'s' * (rows > 1)} x 1 token, {context} in context"
     prefill = f"prefill: 1 request x {context} tokens"
     for title, n, table in (
-        (decode, rows, operations(rows, rows, context, context)),
-        (prefill, context, operations(context, 1, context, context / 2)),
+        (decode, rows, step_costs(rows, rows, context, context)),
+        (prefill, context, step_costs(context, 1, context, context / 2)),
     ):
-        total = ("all", sum(b for _, b, _ in table), sum(f for _, _, f in table))
-        lines.append(title)
-        lines.append(f"  {'':<15}{'MB read':>10}{'GFLOP':>11}{'FLOP/byte':>11}")
-        for name, nbytes, flops in [*table, total]:
-            lines.append(
-                f"  {name:<15}{nbytes / 1e6:>10,.1f}{flops / 1e9:>11,.1f}{flops / nbytes:>11,.1f}"
-            )
-        for card, (peak, bandwidth) in CARDS.items():
-            memory, compute = total[1] / bandwidth * 1e3, total[2] / peak * 1e3
-            limit = "memory" if memory > compute else "arithmetic"
-            lines.append(
-                f"  {card:<10} reading {memory:>7.2f} ms, computing {compute:>7.2f} ms"
-                f"  -> {limit}, {n / max(memory, compute) * 1e3:,.0f} tokens/s at best"
-            )
-        lines.append("")
+        head = f"{'launches':>10}{'MB':>11}{'GFLOP':>11}{'FLOP/byte':>11}"
+        lines += [title, f"  {'':<10}{head}" + "".join(f"{name + ' us':>15}" for name in PEAKS)]
+        totals = [0.0] * len(PEAKS)
+        for name, count, nbytes, flops in table:
+            times = [max(nbytes / speed, flops / peak) * 1e6 for peak, speed in PEAKS.values()]
+            totals = [total + count * time for total, time in zip(totals, times)]
+            lines.append(cost_line(name, count, nbytes, flops, times, digits=3))
+        count = sum(count for _, count, _, _ in table)
+        nbytes = sum(count * nbytes for _, count, nbytes, _ in table)
+        flops = sum(count * flops for _, count, _, flops in table)
+        lines.append(cost_line("a step", count, nbytes, flops, totals, digits=0))
+        best = "".join(f"{n / total * 1e6:>15,.0f}" for total in totals)
+        lines += [f"  {'tokens/s at best':<53}{best}", ""]
+    own = ", ".join(f"{name} {peak / speed:.0f}" for name, (peak, speed) in PEAKS.items())
     lines += [
-        "Llama-3.1-8B, bfloat16: both passes read the same weights, but the prompt uses each of",
-        "them for all its rows. Below some 150 to 300 FLOP a byte, memory is a card's limit.",
+        "Llama-3.1-8B, bfloat16; a line is one launch at the limits of each card. Both passes read",
+        "the same weights, but the prompt uses each of them for all its rows. A card is limited by",
+        f"memory below its own FLOP/byte: {own}.",
     ]
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- ahead of time, without a GPU
+
+ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type where none is named
+    "scale": "fp32", "eps": "fp32", "requests": "i32", "width": "i32", "V": "i32",
+    "x_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
+    "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
+    "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
+    "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels see of a model. F: of an expert, where there are experts."""
+
+    H: int
+    G: int
+    D: int
+    E: int
+    F: int
+    X: int = 0  # experts
+    K: int = 0  # experts of a row
+
+
+SHAPES = {
+    "SmolLM2-135M": Shape(9, 3, 64, 576, 1536),
+    "Qwen3-0.6B": Shape(16, 8, 128, 1024, 3072),
+    "Qwen3-8B": Shape(32, 8, 128, 4096, 12288),
+    "Llama-3.1-8B": Shape(32, 8, 128, 4096, 14336),
+    "Qwen3-30B-A3B": Shape(32, 4, 128, 2048, 768, 128, 8),
+}
+OTHER_SHAPES = {  # groups of 7, 5, 1 and 8 heads, padded heads, and large ones
+    "Qwen2.5-0.5B": Shape(14, 2, 64, 896, 4864),
+    "Qwen2.5-14B": Shape(40, 8, 128, 5120, 13824),
+    "Phi-3-mini": Shape(32, 32, 96, 3072, 8192),
+    "Gemma-2B": Shape(8, 1, 256, 2048, 16384),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as launches of one shape compile it. types: of arguments that have another one
+    than ARGUMENTS says; of one that is None, "constexpr"."""
+
+    name: str
+    kernel: object
+    dtype: torch.dtype
+    config: dict
+    types: dict[str, str] = field(default_factory=dict)
+
+
+def launches(arch: int) -> list[Launch]:
+    """All that is compiled ahead of time: SHAPES in bfloat16 with what steps of 1, 8, 64 and 512
+    rows launch, OTHER_SHAPES in every type, and all kernels in every type. Block sizes, splits
+    and causal go round among the latter."""
+    table = [draw_launch()]
+    for shape in SHAPES.values():
+        table += row_launches(shape, torch.bfloat16)
+        for rows in (1, 8, 64, 512):
+            for most in (1, rows):
+                table += step_launches(shape, torch.bfloat16, rows, most, arch)
+            table += expert_launches(shape, torch.bfloat16, rows)
+    for dtype in ELEMENTS:
+        table += row_launches(SHAPES["Qwen3-30B-A3B"], dtype)
+        for rows in (1, 512):
+            table += expert_launches(SHAPES["Qwen3-30B-A3B"], dtype, rows)
+    turn = 0
+    for shape in OTHER_SHAPES.values():
+        for dtype in ELEMENTS:
+            for most in (1, 5, 512):
+                size = (8, 16, 256)[(turn + turn // 3 + turn // 9) % 3]
+                splits, causal = 2 ** (turn % 5), turn % 4 > 0
+                table += attention_launches(shape, dtype, most, size, causal, splits, arch)
+                turn += 1
+    return list({str(replace(launch, name="")): launch for launch in table}.values())
+
+
+def draw_launch() -> Launch:
+    return Launch("draw", draw_kernel, torch.float32, DRAW, {"keys": "*i32"})
+
+
+def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
+    """What does not depend on the number of rows."""
+    missing, heads = {"delta": "constexpr"}, s.H + s.G
+    return [
+        Launch(f"norm {s.E}", norm_kernel, dtype, norm_config(s.E, False), missing),
+        Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
+        Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
+        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D)),
+        Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
+        Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
+        Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
+    ]
+
+
+def step_launches(s: Shape, dtype, rows: int, most: int, arch: int) -> list[Launch]:
+    """Attention in a step of that many rows, `most` of each request."""
+    config = attention_config(most, s.H, s.G, s.D, 16, dtype, True, arch)
+    _, splits = attention_grid(rows, rows // most, config)
+    return attention_launches(s, dtype, most, 16, True, splits, arch)
+
+
+def attention_launches(
+    s: Shape, dtype, most: int, size: int, causal: bool, splits: int, arch: int
+) -> list[Launch]:
+    config = attention_config(most, s.H, s.G, s.D, size, dtype, causal, arch)
+    config["SPLITS"] = splits
+    tile = f"{config['BLOCK_M']} x {config['BLOCK_N']} x {s.D}"
+    name = f"attention {tile}, S {size}, splits {splits}" + ", causal" * causal
+    if splits == 1:
+        return [Launch(name, attention_kernel, dtype, config, {"lse": "constexpr"})]
+    return [
+        Launch(name, attention_kernel, dtype, config, {"out": "*fp32"}),
+        Launch(f"combine {splits} x {s.D}", combine_kernel, dtype, combine_config(s.D, splits)),
+    ]
+
+
+def expert_launches(s: Shape, dtype: torch.dtype, rows: int) -> list[Launch]:
+    if not s.X:
+        return []
+    block = experts_block(rows * s.K, s.X)
+    up = experts_config(s.E, 2 * s.F, s.K, False, block, dtype)
+    down = experts_config(s.F, s.E, 1, True, block, dtype)
+    return [
+        Launch(f"experts {block} rows, up", experts_kernel, dtype, up, {"shares": "constexpr"}),
+        Launch(f"experts {block} rows, down", experts_kernel, dtype, down),
+    ]
+
+
+@dataclass(frozen=True)
+class Card:
+    """NVIDIA's compute capabilities, from the CUDA programming guide. All have 65,536 registers,
+    64 warps and 32 programs a processor; a program's shared memory is 1 KiB more than it asks."""
+
+    name: str
+    shared_kib: int  # of a program at most
+    processor_kib: int
+    instruction: str  # that multiplies large tiles
+
+
+ARCHS = {
+    80: Card("A100", 163, 164, "mma"),
+    90: Card("H100", 227, 228, "wgmma"),
+    100: Card("B200", 227, 228, "tcgen05"),
+}
+INSTRUCTIONS = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "mma.sync"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch became on one architecture."""
+
+    registers: int  # a thread
+    spills: int  # bytes, stored and loaded
+    shared_kib: float  # a program
+    programs: int  # at once on a processor
+    instruction: str  # of its products; "fma": none but the ordinary one
+    wide: int  # copies of 16 bytes from memory to shared memory that a thread's code has
+    narrow: int  # of less, but for block ids, which are 4
+
+
+OPTIONS = "num_warps", "num_stages", "maxnreg"
+
+
+def argument(launch: Launch, name: str) -> str:
+    """The type of an argument, in Triton's words; "constexpr": it is None or a constant."""
+    if name in launch.config:
+        return "constexpr"
+    return launch.types.get(name) or ARGUMENTS.get(name) or "*" + ELEMENTS[launch.dtype]
+
+
+def compiled(launch: Launch, arch: int) -> Compiled:
+    """Compile as a launch on that architecture would, pointers and strides divisible by 16."""
+    constants = dict(launch.config)
+    options = {o: constants.pop(o) for o in OPTIONS if o in constants}
+    signature, divisible = {}, {}
+    for i, name in enumerate(launch.kernel.arg_names):
+        kind = argument(launch, name)
+        if kind == "constexpr":
+            constants.setdefault(name, None)
+        elif kind[0] == "*" or name.endswith("stride") or name == "width":
+            divisible[(i,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = triton.compiler.ASTSource(launch.kernel, signature, constants, divisible)
+    target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    os.environ.update(TRITON_DUMP_PTXAS_LOG="1", TRITON_ALWAYS_COMPILE="1")
+    with redirect_stdout(io.StringIO()) as log:
+        result = triton.compile(source, target=target, options=options)
+    return inspected(result, log.getvalue(), arch)
+
+
+def inspected(result, log: str, arch: int) -> Compiled:
+    """Read the assembler's log and the code."""
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    code, shared_kib = result.asm["ptx"], result.metadata.shared / 1024
+    warps = result.metadata.num_warps
+    fits = [
+        # Warps get their registers 256 at a time, in four partitions of a processor.
+        65536 // (256 * ceil_div(registers, 8)) // 4 * 4 // warps,
+        int(ARCHS[arch].processor_kib / (shared_kib + 1)),
+        64 // warps,
+        32,
+    ]
+    if result.metadata.tmem_size:  # columns of tensor memory, which has 512
+        fits.append(512 // result.metadata.tmem_size)
+    instruction = next((i for i, text in INSTRUCTIONS.items() if text in code), "fma")
+    sizes = [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.[^;]*\], (0x\w+)", code)]
+    narrow = sum(n not in (4, 16) for n in sizes)
+    return Compiled(registers, spills, shared_kib, min(fits), instruction, sizes.count(16), narrow)
+
+
+def broken(launch: Launch, arch: int, found: Compiled) -> list[str]:
+    """What is wrong with it: the rules that hold for every launch of the list."""
+    card, config, wrong = ARCHS[arch], launch.config, []
+    if found.spills:
+        wrong.append(f"{found.spills} bytes of registers spill to memory")
+    if found.shared_kib > card.shared_kib:
+        wrong.append(f"{found.shared_kib:.0f} of {card.shared_kib} KiB shared memory")
+    if "OPERAND" in config and launch.dtype.itemsize == 2:
+        wanted = card.instruction if config["BLOCK_M"] >= 64 else "mma"
+        if found.instruction != wanted:
+            wrong.append(f"{found.instruction} instead of {wanted}")
+    if launch.kernel is attention_kernel:
+        # Twice, before the loop and in it, a thread copies its share of keys and values.
+        copied = found.wide * 16 * 32 * config["num_warps"]
+        tile = config["BLOCK_N"] * config["BLOCK_D"] * launch.dtype.itemsize
+        if copied < 4 * tile or found.narrow:
+            wrong.append("keys or values are read in less than 16 bytes")
+        if config["ONE_ROW"] and found.programs < 3:
+            wrong.append(f"{found.programs} programs a processor, of decode tiles, instead of 3")
+    return wrong
+
+
+def compile_all(archs: list[int]) -> str | None:
+    """Compile the list, a line each as they come. None, or in one sentence what went wrong."""
+    if triton is None:
+        return "--compile needs Triton, which is not installed here"
+    if INTERPRETED:
+        return "--compile cannot run in Triton's interpreter: unset TRITON_INTERPRET"
+    wrong = []
+    for arch in archs:
+        title = f"sm_{arch} ({ARCHS[arch].name})"
+        print(f"{title:<60}registers  spills  shared KiB  programs  product", flush=True)
+        for launch in launches(arch):
+            name, found = f"{ELEMENTS[launch.dtype]} {launch.name}", compiled(launch, arch)
+            wrong += [f"sm_{arch} {name}: {what}" for what in broken(launch, arch, found)]
+            print(
+                f"{name:<60}{found.registers:>9}{found.spills:>8}{found.shared_kib:>12.1f}"
+                f"{found.programs:>10}  {found.instruction}",
+                flush=True,
+            )
+    return f"{len(wrong)} rules are broken: " + "; ".join(wrong) if wrong else None
 
 
 if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="One step's bytes and FLOPs on three cards.")
-    parser.add_argument("--rows", type=int, default=1, help="requests decoding (default 1)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens in each (default 2048)")
+    parser.add_argument("--rows", type=int, help="requests decoding (default 1)")
+    parser.add_argument("--context", type=int, help="tokens in each (default 2048)")
+    parser.add_argument("--compile", action="store_true", help="every kernel, without a GPU")
+    parser.add_argument("--arch", help="for which GPUs (default 80,90,100)")
     args = parser.parse_args()
-    if args.rows < 1 or args.context < 2:
-        parser.error(f"--rows {args.rows} must be at least 1, --context {args.context} at least 2")
-    print(picture(args.rows, args.context))
+    if args.compile:
+        if args.rows is not None or args.context is not None:
+            parser.error("--rows and --context belong to the picture, and not to --compile")
+        archs = (args.arch or "80,90,100").split(",")
+        for arch in archs:
+            if arch not in map(str, ARCHS):
+                parser.error(f"--arch {arch} is none of 80, 90 and 100")
+        sys.exit(compile_all(list(map(int, archs))))
+    if args.arch is not None:
+        parser.error(f"--arch {args.arch} goes with --compile")
+    rows = 1 if args.rows is None else args.rows
+    context = 2048 if args.context is None else args.context
+    if rows < 1 or context < 2:
+        parser.error(f"--rows {rows} must be at least 1, --context {context} at least 2")
+    print(picture(rows, context))

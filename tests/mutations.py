@@ -614,15 +614,15 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "        grouped = q[part.rows].view(count, shared, heads // shared, dim)",
-        "        grouped = q[part.rows].view(count, heads // shared, shared, dim).transpose(1, 2)",
+        "    grouped = q.view(count, k.shape[1], -1, dim)",
+        "    grouped = q.view(count, -1, k.shape[1], dim).transpose(1, 2)",
         "rule: query heads that share a key/value head are neighbours",
         "tests/test_kernels.py -k test_attention_over_blocks_equals_loops_in_float64",
     ),
     (
         "kernels.py",
-        "        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)",
-        "        mixed = F.scaled_dot_product_attention(grouped, k, v)",
+        "    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)",
+        "    mixed = F.scaled_dot_product_attention(grouped, k, v)",
         "4: padding counts as often as it is there",
         "tests/test_kernels.py -k test_attention_over_blocks_equals_loops_in_float64",
     ),
@@ -1713,8 +1713,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    tiles = requests if view.most == 1 else T // rows + requests  # at least as many as there are",
-        "    tiles = requests if view.most == 1 else T // rows + 1",
+        '    tiles = requests if config["ONE_ROW"] else T // rows + requests',
+        '    tiles = requests if config["ONE_ROW"] else T // rows + 1',
         "every request but the first begins no tile of its own",
         "tests/triton_cases.py -k test_attention_of_a_few_rows",
     ),
@@ -1865,6 +1865,48 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "a padded step sees the positions of the one before it",
         "tests/test_generate.py -k test_padded_steps_generate",
     ),
+    (
+        "kernels.py",
+        "    table = [draw_launch()]\n",
+        "    table = []\n",
+        "a kernel that nobody compiles ahead of time",
+        "tests/test_kernels.py -k every_kernel_is_compiled",
+    ),
+    (
+        "kernels.py",
+        'draw_kernel, torch.float32, DRAW, {"keys": "*i32"})',
+        "draw_kernel, torch.float32, DRAW)",
+        "what is compiled takes other arguments than what is launched",
+        "tests/test_kernels.py -k what_a_step_launches",
+    ),
+    (
+        "kernels.py",
+        "    tile_bytes = 16384 if roomy else 8192  # of keys",
+        "    tile_bytes = 16384  # of keys",
+        "float32 tiles of attention are larger than the registers",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[100-plain]",
+    ),
+    (
+        "kernels.py",
+        "    wide = block_m * block_n >= scores or block_m",
+        "    wide = block_m",
+        "128 lines of attention for 128 threads: registers spill",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[100-half]",
+    ),
+    (
+        "kernels.py",
+        "            k = tl.load(keys + place[:, None] + d[None, :],",
+        "            k = tl.load(keys + place[:, None] + d[None, :] * G,",
+        "keys whose numbers are not neighbours are read one by one",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[90-half]",
+    ),
+    (
+        "kernels.py",
+        "        lines = x + (pair // USES * IN)[:, None]  # x itself keeps its type in a branch\n",
+        "        x += (pair // USES * IN)[:, None]\n        lines = x\n",
+        "the experts' kernel runs in the interpreter, and on no GPU",
+        "tests/test_kernels.py -m slow -k keeps_the_rules[80-rest]",
+    ),
 ]
 
 
@@ -1877,7 +1919,8 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
         return f"{original.count(before)} places are {before!r}"
     path.write_text(original.replace(before, after))
     names = test.split(" -k ")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", names[0]]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += names[0].split()  # a file, and perhaps -m slow
     command += ["-k", names[1]] if len(names) > 1 else []
     env = os.environ | {"TRITON_INTERPRET": "1" if "triton_cases" in test else "0"}
     try:

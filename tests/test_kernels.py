@@ -893,6 +893,238 @@ def test_no_operation_writes_its_input(name):
     assert torch.equal(x, before)
 
 
+# ---------------------------------------------------------------- ahead of time
+
+ROOT = Path(__file__).parent.parent
+ALL = {name: kernel for name, kernel in vars(kernels).items() if name.endswith("_kernel")}
+TYPES = {kernels.ELEMENTS[dtype]: dtype for dtype in kernels.ELEMENTS}
+TYPES |= {"i32": torch.int32, "i64": torch.int64}
+
+
+@pytest.mark.parametrize("arch", kernels.ARCHS)
+def test_every_kernel_is_compiled_ahead_of_time_in_every_type(arch):
+    found = {(id(launch.kernel), launch.dtype) for launch in kernels.launches(arch)}
+    for name, kernel in ALL.items():
+        dtypes = kernels.ELEMENTS if name != "draw_kernel" else [torch.float32]
+        for dtype in dtypes:
+            assert (id(kernel), dtype) in found, f"no launch of {name} in {dtype} is compiled"
+
+
+def test_attention_is_compiled_for_every_head_block_number_of_rows_and_split():
+    configs = [x.config for x in kernels.launches(90) if x.kernel is kernels.attention_kernel]
+    wanted = {"D": {64, 96, 128, 256}, "S": {8, 16, 256}, "CAUSAL": {True, False}}
+    for key, values in wanted.items():
+        assert {config[key] for config in configs} == values
+    assert {config["SPLITS"] for config in configs} == {1, 2, 4, 8, 16}
+    assert {1, 4, 5, 7, 8} <= {config["H"] // config["G"] for config in configs}
+    tiles = {(config["D"], config["ONE_ROW"], config["BLOCK_M"]) for config in configs}
+    assert {(128, True, 16), (128, False, 64), (128, False, 128), (256, False, 64)} <= tiles
+
+
+def test_the_shapes_are_those_of_the_models():
+    models = {m["name"]: m["config"] for m in map(json.loads, lines_of(ROOT / "models.json"))}
+    models["SmolLM2-135M"] = models["SmolLM2-135M-Instruct"]
+    for name, shape in {**kernels.SHAPES, **kernels.OTHER_SHAPES}.items():
+        if name in models:
+            c = models[name]
+            assert (shape.H, shape.G) == (c["num_attention_heads"], c["num_key_value_heads"])
+            assert shape.D == c.get("head_dim", c["hidden_size"] // shape.H), name
+            assert shape.E == c["hidden_size"]
+            assert shape.F == c.get("moe_intermediate_size", c["intermediate_size"])
+            assert (shape.X, shape.K) == (c.get("num_experts", 0), c.get("num_experts_per_tok", 0))
+    assert set(kernels.SHAPES) <= set(models)
+
+
+def lines_of(path):
+    """models.json without its brackets and commas."""
+    return [line.rstrip(",") for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+class Recorder:
+    """In a kernel's place: notes what launches give it."""
+
+    def __init__(self, kernel):
+        self.kernel, self.seen = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *given, **constants: self.seen.append((given, constants))
+
+
+def kind(value):
+    """A launch's argument as ahead-of-time compilation names it."""
+    if value is None:
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return "*" + next(name for name, dtype in TYPES.items() if dtype == value.dtype)
+    return {int: "i32", float: "fp32"}[type(value)]
+
+
+def run_operations(s, rows, most):
+    """What a step launches, on tensors without contents."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    requests = rows // most
+    spans, tables = empty(requests, 5, dtype=torch.int32), empty(requests, 64, dtype=torch.int32)
+    view = View(empty(rows, dtype=torch.int64), rows, most, [], spans, tables)
+    x, pool = empty(rows, s.E), empty(9, 16, s.G, s.D)
+    kernels.rms_norm(x, empty(s.E), 1e-6)
+    kernels.add_norm(x, x, empty(s.E), 1e-6)
+    heads = empty(rows, s.H + 2 * s.G, s.D)
+    kernels.rms_norm(heads[:, : s.H + s.G], empty(s.H + s.G, s.D), 1e-6)
+    kernels.rope(heads[:, : s.H + s.G], empty(2, rows, 1, s.D, dtype=torch.float32))
+    kernels.store_kv(heads[:, s.H : s.H + s.G], heads[:, s.H + s.G :], pool, pool, view)
+    kernels.attention(heads[:, : s.H], pool, pool, view)
+    kernels.silu_mul(empty(rows, 2 * s.F))
+    kernels.gelu_mul(empty(rows, 2 * s.F))
+    if s.X:
+        weights = empty(s.X, 2 * s.F, s.E), empty(s.X, s.E, s.F)
+        chosen = empty(rows, s.K, dtype=torch.int64)
+        kernels.experts(x, chosen, empty(rows, s.K), *weights)
+    scaled, columns = empty(rows, 1000, dtype=torch.float32), empty(rows, 4, dtype=torch.float32)
+    keys, ids = empty(rows, 1, 2, dtype=torch.int32), empty(rows, 1, dtype=torch.int64)
+    kernels.draw(scaled, columns, keys, ids, ids)
+
+
+@pytest.mark.parametrize("name", kernels.SHAPES)
+@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+def test_what_a_step_launches_is_what_is_compiled(name, rows, monkeypatch):
+    """Constants, options and the arguments' types, of decodes and of a prompt."""
+    pytest.importorskip("triton")
+    listed = kernels.launches(90)
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    recorders = [Recorder(kernel) for kernel in ALL.values()]
+    for short, recorder in zip(ALL, recorders):
+        monkeypatch.setattr(kernels, short, recorder)
+    run_operations(kernels.SHAPES[name], rows, 1)
+    run_operations(kernels.SHAPES[name], rows, rows)
+    assert sum(len(recorder.seen) for recorder in recorders) >= 18
+    for recorder in recorders:
+        for given, constants in recorder.seen:
+            types = dict(zip(recorder.kernel.arg_names, map(kind, given)))
+            assert any(
+                launch.kernel is recorder.kernel
+                and launch.config == constants
+                and all(kernels.argument(launch, name) == types[name] for name in types)
+                for launch in listed
+            ), f"{recorder.kernel} is launched with {constants} and {types}, and never compiled so"
+
+
+FINE = kernels.Compiled(128, 0, 40.0, 4, "mma", 64, 0)  # a decode tile's
+
+
+@pytest.mark.parametrize("arch, most, changed, words", [
+    (90, 1, {}, None),
+    (90, 1, {"spills": 4}, "4 bytes of registers spill"),
+    (80, 1, {"shared_kib": 164.0}, "164 of 163 KiB"),
+    (90, 1, {"shared_kib": 164.0}, None),
+    (90, 1, {"instruction": "fma"}, "fma instead of mma"),
+    (80, 64, {}, None),
+    (90, 64, {}, "mma instead of wgmma"),
+    (90, 64, {"instruction": "wgmma"}, None),
+    (100, 64, {"instruction": "wgmma"}, "wgmma instead of tcgen05"),
+    (90, 1, {"wide": 31}, "less than 16 bytes"),
+    (90, 1, {"wide": 32}, None),
+    (90, 1, {"narrow": 1}, "less than 16 bytes"),
+    (90, 1, {"programs": 2}, "2 programs"),
+    (80, 64, {"programs": 1}, None),
+])  # fmt: skip
+def test_a_compiled_launch_is_held_to_each_rule(arch, most, changed, words):
+    """64 keys of 128 bfloat16 are 16 KiB: 8 copies of 16 bytes for each of 128 threads, of keys
+    and of values, before the loop and in it."""
+    shape = kernels.SHAPES["Llama-3.1-8B"]
+    launch = kernels.attention_launches(shape, torch.bfloat16, most, 16, True, 1, arch)[0]
+    wrong = kernels.broken(launch, arch, dataclasses.replace(FINE, **changed))
+    assert len(wrong) == (words is not None)
+    assert words is None or words in wrong[0]
+
+
+def test_the_assemblers_log_and_the_code_are_read():
+    """168 registers are 21 * 256 a warp: 12 warps fit, which is 3 programs of 4."""
+    log = "16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\nUsed 168 registers, "
+    code = (
+        "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
+        "cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4, %r2;\n"
+        "cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x8, %r2;\n"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %r1 };\n"
+    )
+
+    class Result:
+        asm = {"ptx": code}
+
+        class metadata:
+            shared, num_warps, tmem_size = 40 * 1024, 4, 0
+
+    found = kernels.inspected(Result, log, 90)
+    assert found == kernels.Compiled(168, 20, 40.0, 3, "mma", 1, 1)
+    Result.metadata.shared = 80 * 1024
+    assert kernels.inspected(Result, log, 90).programs == 2, "81 KiB of 228"
+    Result.metadata.tmem_size = 512
+    assert kernels.inspected(Result, log, 100).programs == 1
+
+
+def covering(arch):
+    """Launches in which, over the three architectures, every kernel, type and head size occurs:
+    each kernel on each of them, and each kind of attention's tile on one."""
+    turn, chosen = list(kernels.ARCHS).index(arch), {}
+    for launch in kernels.launches(arch):
+        c = launch.config
+        if launch.kernel is kernels.attention_kernel:
+            rows = 1 if c["ONE_ROW"] else 5 if c["BLOCK_M"] < 64 else 512
+            key = (launch.kernel, launch.dtype, c["D"], rows)
+            place = [64, 96, 128, 256].index(c["D"]) + list(kernels.ELEMENTS).index(launch.dtype)
+            if (place + rows % 4) % 3 == turn:
+                chosen[str(key)] = launch
+        else:
+            chosen.setdefault(str((launch.kernel, c.get("BLOCK_M"))), launch)
+    return list(chosen.values())
+
+
+def compile_covering(arch, part):
+    """In a process of its own: the interpreter's environment must not reach it."""
+    wrong = []
+    for launch in covering(arch):
+        if part == part_of(launch):
+            found = kernels.compiled(launch, arch)
+            name = f"{launch.name} {launch.dtype}"
+            wrong += [f"{name}: {what}" for what in kernels.broken(launch, arch, found)]
+    sys.exit("\n".join(wrong) or None)
+
+
+def part_of(launch):
+    if launch.kernel is not kernels.attention_kernel:
+        return "rest"
+    return "plain" if launch.dtype == torch.float32 else "half"
+
+
+def test_the_covering_has_every_kernel_type_and_head_size_on_every_gpu():
+    count = 0
+    for arch in kernels.ARCHS:
+        chosen = covering(arch)
+        count += len(chosen)
+        assert {id(launch.kernel) for launch in chosen} == set(map(id, ALL.values()))
+        assert {launch.dtype for launch in chosen} == set(kernels.ELEMENTS)
+        assert {x.config["D"] for x in chosen if "OPERAND" in x.config and "D" in x.config} == {
+            64, 96, 128, 256
+        }  # fmt: skip
+    assert count <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["half", "plain", "rest"])
+@pytest.mark.parametrize("arch", kernels.ARCHS)
+def test_what_is_compiled_keeps_the_rules(arch, part, tmp_path):
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", f"import test_kernels as t; t.compile_covering({arch}, '{part}')"],
+        cwd=ROOT / "tests", env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
 # ---------------------------------------------------------------- the door
 
 
@@ -961,3 +1193,24 @@ def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
     step = Measurement("decode", [(7, 1)], lambda: None)
     with pytest.raises(OSError):
         kernels.trace([step], tmp_path / "none" / "t.json", {})
+
+
+def refusal(*command, **environment):
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 1 and result.stdout == ""
+    return result.stderr
+
+
+def test_compiling_is_refused_in_the_interpreter_and_without_triton():
+    if kernels.triton is not None:
+        assert refusal("kernels.py", "--compile", TRITON_INTERPRET="1") == (
+            "--compile cannot run in Triton's interpreter: unset TRITON_INTERPRET\n"
+        )
+    hidden = "import runpy, sys; sys.modules['triton'] = None; sys.argv = ['kernels.py', {}]; "
+    hidden += "runpy.run_path('kernels.py', run_name='__main__')"
+    assert refusal("-c", hidden.format("'--compile'")) == (
+        "--compile needs Triton, which is not installed here\n"
+    )

@@ -29,6 +29,9 @@ RUNS = {  # copy -> command line
 }
 REFUSED = {  # command line -> words of the refusal
     ("kernels.py", "--rows", "0"): "--rows 0",
+    ("kernels.py", "--arch", "90"): "--arch 90",
+    ("kernels.py", "--compile", "--arch", "80,75"): "--arch 75",
+    ("kernels.py", "--compile", "--rows", "2"): "--rows",
     ("kv_cache.py", "--model", "nothing"): "nothing",
     ("model.py", "--experts", "1"): "--experts 1",
     ("sample.py", "--temperature", "0"): "--temperature 0",
@@ -53,7 +56,7 @@ def test_a_file_draws_its_picture(name):
     assert max(map(len, lines)) <= 110
 
 
-@pytest.mark.parametrize("arguments", REFUSED, ids=lambda arguments: arguments[0])
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
 def test_a_bad_flag_is_refused_in_one_sentence(arguments):
     result = run([*arguments])
     assert result.returncode == 2, result.stdout

@@ -417,6 +417,27 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def use_huge_pages():
+    """Move what this process holds in memory to pages of 2 MiB, on Linux 6.1 or newer.
+
+    A core that streams weights meets a new page of 4 KiB every 100 ns and looks up its address;
+    on large pages a decode step's linear layers take a sixth less. Half a second a GiB, once.
+    """
+    MADV_COLLAPSE, large = 25, 2**21  # mman-common.h
+    try:
+        madvise = ctypes.CDLL(None).madvise
+        with open("/proc/self/maps") as file:
+            lines = [line.split() for line in file]
+    except (AttributeError, OSError, TypeError):
+        return  # not Linux
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for place, access, _, _, _, *name in lines:
+        begin, end = (int(x, 16) for x in place.split("-"))
+        begin, end = -(-begin // large) * large, end // large * large
+        if access == "rw-p" and begin < end and name in ([], ["[heap]"]):
+            madvise(begin, end - begin, MADV_COLLAPSE)  # what cannot be moved stays
+
+
 # ---------------------------------------------------------------- attention
 
 

@@ -399,7 +399,9 @@ class Model:
         take.finish()
         frequencies, self.rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self.frequencies = frequencies.to(device)
-        kernels.keep_freed_memory()  # only now: what loading used is given back
+        if self.embedding.device.type == "cpu":
+            kernels.keep_freed_memory()  # only now: what loading used is given back
+            kernels.use_huge_pages()
         self.nbytes, self.low = take.nbytes, take.low
         self.read_bytes = self._read_bytes()
 

@@ -888,13 +888,36 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`attend` for the rows of one request, TILE at a time: no row meets the keys after its
     tile, which for a whole prompt is nearly half of them."""
     n, length = len(q), len(k)
-    if n <= TILE:
+    if n >= TILE // 2 and q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        attend_tile = _attend_products
+        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
+    elif n <= TILE:
         return attend(q, k, v, causal)
+    else:
+        attend_tile = attend
     tiles = []
     for row in range(0, n, TILE):
         seen = min(length - n + row + TILE, length) if causal else length
-        tiles.append(attend(q[row : row + TILE], k[:seen], v[:seen], causal))
+        tiles.append(attend_tile(q[row : row + TILE], k[:seen], v[:seen], causal))
     return torch.cat(tiles)
+
+
+def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """`attend` for many bfloat16 rows, in products that oneDNN multiplies five times as fast as
+    PyTorch's attention does. A product is rounded to bfloat16; a second one, from which the
+    first is subtracted before rounding, is what the rounding took, and both are the score."""
+    n, heads, dim = q.shape
+    length, shared, _ = k.shape
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)  # (G, D, N), (G, N, D)
+    q = q.view(n, shared, -1, dim).permute(1, 2, 0, 3).reshape(shared, -1, dim)  # (G, H / G * n, D)
+    product = torch.bmm(q, keys)
+    rest = torch.baddbmm(product, q, keys, beta=-1)
+    scores = product.float().add_(rest).mul_(dim**-0.5)
+    if causal:
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        scores.view(shared, -1, n, length)[..., length - n :].masked_fill_(later, -torch.inf)
+    mixed = torch.bmm(scores.softmax(-1).to(q.dtype), values)
+    return mixed.view(shared, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
 # ---------------------------------------------------------------- experts

@@ -1907,6 +1907,27 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "the experts' kernel runs in the interpreter, and on no GPU",
         "tests/test_kernels.py -m slow -k keeps_the_rules[80-rest]",
     ),
+    (
+        "kernels.py",
+        "    scores = product.float().add_(rest).mul_(dim**-0.5)",
+        "    scores = product.float().mul_(dim**-0.5)",
+        "2: a prompt's scores are rounded to bfloat16",
+        "tests/test_kernels.py -k as_exact_as_their_values",
+    ),
+    (
+        "kernels.py",
+        "        scores.view(shared, -1, n, length)[..., length - n :].masked_fill_(later, -torch.inf)",
+        "        scores.view(shared, -1, n, length)[..., :n].masked_fill_(later, -torch.inf)",
+        "1: a chunk's rows see later ones",
+        "tests/test_kernels.py -k as_exact_as_their_values",
+    ),
+    (
+        "kernels.py",
+        "    if len(view.parts) == 1 and isinstance(view.parts[0].rows, slice) and view.rows == len(q):",
+        "    if len(view.parts) == 1 and view.rows == len(q):",
+        "1: requests of a part get each other's attention",
+        "tests/test_kernels.py -k test_attention_over_blocks_equals_loops_in_float64",
+    ),
 ]
 
 

@@ -722,6 +722,23 @@ def test_attention_takes_queries_that_are_a_slice_of_a_larger_tensor():
         assert torch.equal(attention(heads[:, :4], keys, values, found), expected)
 
 
+@pytest.mark.parametrize("before", [0, 5, 300])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads, shared", [(6, 2), (4, 4)])
+def test_long_bfloat16_chunks_are_as_exact_as_their_values(before, causal, heads, shared):
+    """Scores up to 60: rounded to bfloat16 they would be off by 0.1, and weights by a tenth."""
+    n = 200
+    q, k, v = (
+        randn(rows, count, 16, seed=i, dtype=torch.bfloat16) * scale
+        for i, (rows, count, scale) in enumerate(
+            [(n, heads, 4), (n + before, shared, 4), (n + before, shared, 1)]
+        )
+    )
+    found = kernels._attend_tiles(q, k, v, causal)
+    exact = loops(q, k, v, before, causal)
+    assert (found.double() - exact).abs().max() <= 2.0**-8 * v.abs().max()
+
+
 # ---------------------------------------------------------------- by property
 
 

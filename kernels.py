@@ -264,8 +264,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if on_triton(x):
         return _norm(x, None, weight, eps)[1]
     h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * weight).to(x.dtype)
+    length = torch.linalg.vector_norm(h, dim=-1, keepdim=True)  # one pass, as no mean is
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (h * scale).mul_(weight).to(x.dtype)
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -571,7 +572,7 @@ class Layout:
 
     def _lines(self, tables: list[list[int]]) -> list[int]:
         """The line of the buffer that holds each table. A table keeps its line from step to
-        step; what was appended is copied, and all of it where blocks were given back or replaced."""
+        step; what was appended is copied, and all of it where blocks were replaced."""
         at = {id(table): line for line, table in enumerate(self.lines) if table is not None}
         wanted = {id(table) for table in tables}
         free = [line for line, table in enumerate(self.lines) if id(table) not in wanted]

@@ -1169,6 +1169,8 @@ class Call:
 
 
 def _linear_cost(result, spans, x, weight, *rest) -> tuple[int, float]:
+    if weight.many is not None and len(x) > FEW_ROWS[weight.quantize]:
+        weight = weight.many
     return weight.nbytes + x.nbytes + result.nbytes, 2.0 * result.numel() * x.shape[-1]
 
 
@@ -1430,7 +1432,7 @@ def _roofline(points: dict[str, Call], bandwidth: float, rate: float) -> list[st
         if at >= end:
             scale[at : at + len(text)] = text
             end = at + len(text) + 3
-    labels = {0: f"{rate / 1e9:,.3g}", rows - 1: f"{bottom / 1e9:,.3g}"}
+    labels = {0: f"{rate / 1e9:,.0f}", rows - 1: f"{bottom / 1e9:,.3g}"}
     return [
         "  GFLOP/s",
         *(f"{labels.get(i, ''):>9} |{''.join(line).rstrip()}" for i, line in enumerate(grid)),

@@ -288,6 +288,16 @@ def test_a_linear_reads_its_weight_once_and_multiplies_and_adds_for_every_row():
     assert cost("linear", linear(x, weight), [(0, 3)], x, weight) == (188, 120)
 
 
+@pytest.mark.skipif(kernels.cannot_quantize(torch.device("cpu"), torch.float32) is not None,
+                    reason="no low-bit kernels here")  # fmt: skip
+def test_a_linear_of_many_rows_reads_the_copy_that_multiplies_them():
+    weight = pack(randn(16, 32), "int4")
+    for rows, read in ((8, weight.nbytes), (9, 16 * 32 * 4)):
+        x = randn(rows, 32)
+        found = cost("linear", linear(x, weight), [(0, rows)], x, weight)
+        assert found[0] == read + rows * (32 + 16) * 4
+
+
 def test_attention_reads_what_is_stored_once_and_pairs_a_row_with_what_it_sees():
     q, pool = randn(2, 4, 8), randn(9, 16, 2, 8)
     # rows at 20 and 21 see 21 and 22: 43 pairs, x 4 x 4 heads x 8; with no mask 44

@@ -666,11 +666,12 @@ class Engine:
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1)
         params = params.with_defaults({"repetition_penalty": 1.1})
         count = min(budget, running)
-        plan = []
-        for i, n in enumerate([budget - count + 1] + [1] * (count - 1)):
+        plan, left = [], budget
+        for i in range(count):
+            n = min(left - (count - 1 - i), self.max_len)  # a row is left for each of the others
+            left -= n
             request = Request(i, [0] * n, params, seed=i)
-            blocks = list(range(1, -(-n // block_size) + 1))
-            request.tables = [blocks for _ in cache.groups]
+            request.tables = [list(range(1, -(-n // block_size) + 1)) for _ in cache.groups]
             plan.append((request, n))
         self.cache = cache
         self._compute(plan)

@@ -538,9 +538,9 @@ class Layout:
         self.slots = Buffer(budget, device)
         self.triton = on_triton(self.slots.tensor)
         if self.triton:
-            self.width = width
+            self.width = 16 * ceil_div(width, 16)  # one variant of the kernel for all widths
             self.spans = Buffer(requests * 5, device, torch.int32)
-            self.tables = Buffer(requests * width, device, torch.int32)
+            self.tables = Buffer(requests * self.width, device, torch.int32)
             self.lines: list[list[int] | None] = [None] * requests  # whose table each one is
             self.known: list[list[int]] = [[] for _ in range(requests)]  # what is in the buffer
 
@@ -582,6 +582,7 @@ class Layout:
             if line is None:
                 line = free.pop()
                 self.lines[line], self.known[line] = table, []
+            table = table[: self.width]  # before a fork one has blocks of all samples
             if self.known[line] != table:
                 known = len(self.known[line])
                 if self.known[line] != table[:known]:

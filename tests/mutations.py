@@ -1928,6 +1928,62 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "1: requests of a part get each other's attention",
         "tests/test_kernels.py -k test_rows_without_a_slot",
     ),
+    (
+        "kernels.py",
+        "            table = table[: self.width]  # before a fork one has blocks of all samples",
+        "            # table = table[: self.width]",
+        "a request that will fork writes into another one's line",
+        "tests/test_kernels.py -k longer_than_its_line",
+    ),
+    (
+        "kernels.py",
+        '        if self.device.type != "cuda" or triton is None or INTERPRETED:',
+        '        if self.device.type != "cuda":',
+        "PyTorch's attention of no request at all is recorded, on a GPU without Triton",
+        "tests/test_kernels.py -k only_kernels_of_triton",
+    ),
+    (
+        "kernels.py",
+        '    with record_function(label), torch._C._profiler._RecordFunctionFast("launches"):',
+        "    with record_function(label):",
+        "a Triton kernel takes no time in a profile",
+        "tests/test_kernels.py -k launched_in_a_range",
+    ),
+    (
+        "kernels.py",
+        "    flops = 6.0 * chosen.numel() * inner * x.shape[1]  # gate, up and down",
+        "    flops = 2.0 * chosen.numel() * each / x.element_size()",
+        "experts in 4 bits compute less",
+        "tests/test_kernels.py -k experts_compute_as_much",
+    ),
+    (
+        "generate.py",
+        "        run = partial(_logits, self.model)  # not a method: a cycle would keep the memory of a GPU",
+        "        run = lambda step, self=self: _logits(self.model, step)",
+        "an engine that is dropped keeps its memory",
+        "tests/test_generate.py -k nobody_holds",
+    ),
+    (
+        "generate.py",
+        "            n = min(left - (count - 1 - i), self.max_len)  # a row is left for each of the others",
+        "            n = left - (count - 1 - i)",
+        "the worst step has a request longer than max_len",
+        "tests/test_generate.py -k the_worst_step",
+    ),
+    (
+        "generate.py",
+        "            failure = str(error)  # the error itself holds all the tensors of the step",
+        "            failure, kept = str(error), error",
+        "a step that ran out of memory keeps its tensors while it is tried again",
+        "tests/test_generate.py -k forgotten_before",
+    ),
+    (
+        "model.py",
+        "        return key in self.names  # Mapping's own would dequantise the tensor",
+        "        return Mapping.__contains__(self, key)",
+        "a tensor of a GGUF file is dequantised twice",
+        "tests/test_model.py -k made_once",
+    ),
 ]
 
 

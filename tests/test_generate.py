@@ -1728,9 +1728,80 @@ def test_refused_engines(settings, words):
 
 def test_quantize_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match="quantize int4: .* CPU only, not on cuda"):
         build(device="cuda", dtype=None, quantize="int4")
+
+
+def test_a_gpu_is_one_that_is_there_and_computes_in_what_it_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert generate._device("cuda") == torch.device("cuda")
+    assert generate._device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="device 'cuda:2': this PyTorch sees 2"):
+        generate._device("cuda:2")
+    for capability, dtype in (((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert generate._dtype(None, torch.device("cuda:1")) == dtype
+
+
+def test_what_does_not_fit_on_a_gpu_is_one_sentence(monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+
+    monkeypatch.setattr(kernels.Graphs, "record", full)
+    with pytest.raises(ValueError, match=r"^no memory is left on cpu: CUDA .* 9 GiB\.$"):
+        build()
+    monkeypatch.setattr(generate.models, "Model", full)
+    with pytest.raises(ValueError, match="^no memory is left on cpu"):
+        build()
+
+
+def test_an_engine_that_nobody_holds_is_gone_at_once():
+    """Without the garbage collector, which does not know that a GPU is full."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = build(graphs=True)
+        engine.generate("Octavo", greedy(2))
+        gone = weakref.ref(engine.model), weakref.ref(engine.cache)
+        del engine
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("budget, running", [(512, 4), (40, 4), (4, 8), (1, 1), (200, 3)])
+def test_the_worst_step_is_one_that_a_scheduler_can_plan(budget, running, monkeypatch):
+    engine = build(budget=budget, max_running=running)
+    engine.max_len = 64
+    plans = []
+    monkeypatch.setattr(engine, "_compute", plans.append)
+    engine._worst_step(engine.cache, 16, budget, running)
+    rows = [n for _, n in plans[0]]
+    assert len(rows) == min(budget, running) and sum(rows) == min(budget, 64 * running)
+    assert all(1 <= n <= 64 for n in rows)
+    assert all(len(request.tables[0]) == -(-n // 16) for request, n in plans[0])
+
+
+def test_a_step_that_failed_is_forgotten_before_its_requests_run_alone(monkeypatch):
+    """Else what it has allocated is missing where memory ran out."""
+    engine, tensors, freed = build(), [], []
+    compute = engine._compute
+
+    def fail(plan):
+        if len(plan) == 1:
+            freed.append(tensors[0]() is None)
+            return compute(plan)
+        held = torch.ones(1)
+        tensors.append(weakref.ref(held))
+        raise torch.OutOfMemoryError(f"CUDA out of memory, {len(held)} held")
+
+    monkeypatch.setattr(engine, "_compute", fail)
+    outputs = engine.generate(["Octavo", "reads"], greedy(1))
+    assert [output.finish_reason for output in outputs] == ["length"] * 2
+    assert freed == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

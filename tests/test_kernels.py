@@ -836,6 +836,32 @@ def test_the_lines_of_a_layout_are_its_tables_whatever_happens_to_them(seed, mon
         assert view.tables.data_ptr() == layout.tables.tensor.data_ptr()
 
 
+def test_a_table_longer_than_its_line_leaves_the_others_alone(monkeypatch):
+    """Before a fork a request holds blocks for all its samples."""
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    layout = Layout(8, 2, 16, 8, torch.device("cpu"), torch.float32)
+    one, other = [5, 6], list(range(10, 40))
+    for tables in ([one, other], [other, one], [one, other[:3]]):
+        view = layout.view(tables, [(0, 1, 0), (1, 1, 0)])
+        lines = [line for _, _, _, _, line in view.spans.tolist()]
+        for table, line in zip(tables, lines):
+            assert view.tables[line, : len(table)].tolist() == table[: layout.width]
+    del other[3:]
+    view = layout.view([other], [(0, 1, 0)])
+    assert view.tables[view.spans[0, 4], :3].tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize("missing", ["triton", "gpu"])
+def test_only_kernels_of_triton_on_a_gpu_are_recorded(missing, monkeypatch):
+    """PyTorch's attention has no launches that are right for other lengths."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "triton", None if missing == "triton" else object())
+    device = torch.device("cpu" if missing == "gpu" else "cuda")
+    graphs = kernels.Graphs(lambda step: pytest.fail("ran"), device, (1, 2))
+    graphs.record(None)
+    assert graphs.recorded == {}
+
+
 def test_what_a_place_of_another_holds_changes_no_bit_of_a_row():
     spans, tables = [(1, 9), (1, 30), (4, 12)], [[1, 7], [2, 9, 4, 8], [3, 6]]
     found = viewed(spans, tables)

@@ -45,6 +45,7 @@ import threading
 import time
 import unicodedata
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -177,10 +178,12 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         graphs = on_gpu if graphs is None else graphs
-        self.forward = self.model.graphs(self._logits, min(budget, max_running) if graphs else 0)
+        this = weakref.proxy(self)  # a cycle of references would keep the memory of a GPU
+        most = min(budget, max_running) if graphs else 0
+        self.forward = self.model.graphs(lambda step: this._logits(step), most)
         blocks, self.max_len = self._fit(kv_memory, block_size, max_len, budget, max_running)
         self.cache = self._cache(blocks, block_size, budget, max_running)
-        with self.on_device, torch.inference_mode():
+        with self.on_device, torch.inference_mode(), _fitting(self.device):
             self.forward.record(self.cache)
         groups = len(self.cache.groups)
         self.manager = paged.BlockManager(blocks, block_size, groups, prefix_cache, reserve)
@@ -238,11 +241,14 @@ class Engine:
     def _run(self, plan) -> list[Event]:
         """Compute a plan and commit it. What fails is tried again request by request, since
         nothing is committed yet: the one whose fault it was ends, the others go on."""
+        failure = None
         try:
             step, ids, logprobs = self._compute(plan)
         except Exception as error:  # out of memory, a device that failed, a number too large
+            failure = str(error)  # the error itself holds all the tensors of the step
+        if failure is not None:
             if len(plan) == 1:
-                return self._fail(plan, str(error))
+                return self._fail(plan, failure)
             return [event for pair in plan for event in self._run([pair])]
         try:
             plan = self._fork(plan)

@@ -1420,7 +1420,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "generate.py",
         "            return [event for pair in plan for event in self._run([pair])]",
-        "            return self._fail(plan, str(error))",
+        "            return self._fail(plan, failure)",
         "a step that fails ends all that were in it",
         "tests/test_generate.py -k a_request_that_fails_ends_alone",
     ),
@@ -1958,8 +1958,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "        run = partial(_logits, self.model)  # not a method: a cycle would keep the memory of a GPU",
-        "        run = lambda step, self=self: _logits(self.model, step)",
+        "        this = weakref.proxy(self)  # a cycle of references would keep the memory of a GPU",
+        "        this = self",
         "an engine that is dropped keeps its memory",
         "tests/test_generate.py -k nobody_holds",
     ),

@@ -24,6 +24,7 @@ import sys
 import termios
 import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace

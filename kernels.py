@@ -1128,6 +1128,7 @@ class Graphs:
     def __init__(self, run, device: torch.device, sizes: tuple[int, ...] = ()):
         self.run, self.device, self.sizes = run, device, sizes
         self.recorded: dict[int, tuple] = {}
+        self.stream = None  # on which steps are recorded: one, and of this device
 
     def __call__(self, step) -> Tensor:
         """What `run(step)` returns; of a replay it is overwritten by the next one."""
@@ -1139,17 +1140,19 @@ class Graphs:
 
     def record(self, cache):
         """Record a step of each size over a cache, the largest first: the others share its
-        memory. (No GPU has run this yet.)"""
+        memory. Only of Triton's kernels: PyTorch's bodies read lengths and tables on the CPU.
+        (No GPU has run this yet.)"""
         self.recorded.clear()
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or triton is None or INTERPRETED:
             return
         pool = torch.cuda.graph_pool_handle()
+        self.stream = self.stream or torch.cuda.Stream(self.device)
         for size in reversed(self.sizes):
             step = cache.prepare([], size)
             self.run(step)  # compiles and allocates what the first call does
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 result = self.run(step)
             self.recorded[size] = graph, result
 

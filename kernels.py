@@ -1194,7 +1194,8 @@ def _store_cost(result, spans, k, v, *rest) -> tuple[int, float]:
 def _experts_cost(result, spans, x, chosen, weights, gate_up, down) -> tuple[int, float]:
     """Each expert that is chosen at all is read once."""
     each = gate_up[0].nbytes + down[0].nbytes
-    flops = 2.0 * chosen.numel() * each / x.element_size()
+    inner = down[0].in_features if isinstance(down[0], Packed) else down.shape[2]
+    flops = 6.0 * chosen.numel() * inner * x.shape[1]  # gate, up and down
     return len(chosen.unique()) * each + x.nbytes + result.nbytes, flops
 
 
@@ -1263,7 +1264,7 @@ class _Recorder:
             label = next((self.names[id(x)] for x in given if id(x) in self.names), name)
             self.inside = True
             try:
-                with record_function(label) if self.ranges else nullcontext():
+                with _range(label) if self.ranges else nullcontext():
                     began = time.perf_counter()
                     result = function(*given, **options)
                     seconds = time.perf_counter() - began
@@ -1274,6 +1275,14 @@ class _Recorder:
             return result
 
         return run
+
+
+@contextmanager
+def _range(label: str):
+    """A range of torch.profiler. A kernel's time on a GPU goes to the innermost operation around
+    its launch; PyTorch's kernels have one, a Triton kernel only what is opened here."""
+    with record_function(label), torch._C._profiler._RecordFunctionFast("launches"):
+        yield
 
 
 @dataclass

@@ -308,6 +308,16 @@ def test_attention_reads_what_is_stored_once_and_pairs_a_row_with_what_it_sees()
     assert cost("attention", q, [(4, 1), (8, 1)], q, pool, pool, None) == (1792 + 512, 14 * 128)
 
 
+@low_bit
+def test_experts_compute_as_much_whatever_their_weights_are_stored_in():
+    x, chosen = randn(3, 64), torch.tensor([[0, 1], [0, 1], [1, 0]])
+    plain = randn(2, 64, 64), randn(2, 64, 32)  # (X, 2 F, E), (X, E, F)
+    packed = [[[pack(w, kind) for w in both] for both in plain] for kind in (None, "int8", "int4")]
+    for weights in (plain, *packed):
+        _, flops = cost("experts", x, [(0, 3)], x, chosen, None, *weights)
+        assert flops == 6 * 2 * 3 * 32 * 64
+
+
 def test_storing_moves_keys_and_values_and_not_their_pool():
     k, pool = randn(3, 2, 8), randn(9, 16, 2, 8)
     assert cost("store_kv", None, [(0, 3)], k, k, pool, pool, None) == (4 * 3 * 2 * 8 * 4, 0)
@@ -481,6 +491,17 @@ def test_a_trace_has_a_range_for_every_call(tmp_path):
     whole, inner = ranges["decode"], ranges["silu_mul"]
     assert whole["ts"] <= inner["ts"] <= whole["ts"] + whole["dur"]
     assert step.calls == [], "on a CPU a traced run is not a measured one: tracing takes time"
+
+
+def test_what_is_launched_in_a_range_belongs_to_an_operation_of_the_profiler(tmp_path):
+    """A Triton kernel's time would be nobody's."""
+    x = randn(2, 64)
+    step = Measurement("decode", [(7, 2)], lambda: kernels.silu_mul(x))
+    kernels.trace([step], tmp_path / "t.json", {})
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    mine = next(e for e in events if e["name"] == "silu_mul")
+    inner = next(e for e in events if e.get("cat") == "cpu_op" and e["ts"] >= mine["ts"])
+    assert inner["name"] == "launches" and inner["dur"] <= mine["dur"]
 
 
 def test_the_profilers_ranges_take_as_long_as_the_clock_says():

@@ -777,6 +777,9 @@ class RandomTensors(Mapping):
             done, at = done + count, 0
         return (flat + 1 if "norm" in name else flat).view(shape)
 
+    def __contains__(self, name):
+        return name in self.shapes  # Mapping's own would make the tensor
+
     def __iter__(self):
         return iter(self.shapes)
 
@@ -883,6 +886,9 @@ class GGUFTensors(Mapping):
         if self.permuted and ".attn_k." in name:
             return _unpermute(rows, self.config.specs[0].heads)
         return rows
+
+    def __contains__(self, key):
+        return key in self.names  # Mapping's own would dequantise the tensor
 
     def __iter__(self):
         return iter(self.names)

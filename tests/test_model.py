@@ -903,6 +903,24 @@ def test_random_weights_fill_every_family(family, tmp_path):
     assert torch.isfinite(logits).all() and logits.std() > 0.1
 
 
+@pytest.mark.parametrize("kind", ["random", "gguf"])
+def test_a_tensor_that_takes_time_to_make_is_made_once(kind, tmp_path, monkeypatch):
+    """Also where a Mapping is asked whether it has one."""
+    checkpoint = four_bit_file(tmp_path, "Q8_0")[0]
+    if kind == "random":
+        checkpoint = model.dummy(tmp_path / "m.gguf")
+    made, plain = [], type(checkpoint.tensors).__getitem__
+
+    def make(self, name):
+        made.append(name)
+        return plain(self, name)
+
+    monkeypatch.setattr(type(checkpoint.tensors), "__getitem__", make)
+    model.Model(checkpoint.config, checkpoint.tensors)
+    assert sorted(made) == sorted(checkpoint.tensors)
+    assert "lm_tail.weight" not in checkpoint.tensors
+
+
 def test_random_weights_are_scaled_by_their_width_and_norms_are_near_1():
     tensors = model.dummy("SmolLM2-135M-Instruct").tensors
     for name in ("model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"):

@@ -48,7 +48,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
@@ -550,7 +550,7 @@ class Engine:
             special = checkpoint.tokenizer.get("special_tokens", {})
             self.template = ChatTemplate(checkpoint.template, special)
         self.stop_ids = self._stop_ids(checkpoint)
-        with torch.inference_mode():
+        with torch.inference_mode(), _fitting(self.device):
             stored = stored and models.stores_four_bits(checkpoint, self.device, self.dtype)
             quantize = quantize or ("stored" if stored else None)
             self.model = models.Model(
@@ -618,7 +618,8 @@ class Engine:
         why = "kv_memory"
         if kv_memory is None and self.device.type == "cuda":
             self.max_len = wanted
-            kv_memory, why = self._gpu_memory(block_size, budget, running), "what is left"
+            with _fitting(self.device):
+                kv_memory, why = self._gpu_memory(block_size, budget, running), "what is left"
         elif kv_memory is None:
             kv_memory, why = _free_memory(wanted * self.bytes_per_token)
         blocks = kv_memory // each - 1  # block 0 is not handed out
@@ -1090,18 +1091,31 @@ def _device(name: str | torch.device | None) -> torch.device:
         raise ValueError(f"device {name!r} is not cpu, cuda or cuda:N")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: this PyTorch sees no CUDA device")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r}: this PyTorch sees {torch.cuda.device_count()} of them")
+    return device
 
 
 def _dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is None:
         if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+            ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # before, only emulated
+            return torch.bfloat16 if ampere else torch.float16
         return torch.bfloat16 if models.cpu_has_bfloat16() else torch.float32
     if name not in known and name not in known.values():
         raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
     return known.get(name, name)
+
+
+@contextmanager
+def _fitting(device: torch.device):
+    """What does not fit while an engine is made is a ValueError, in one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"no memory is left on {device}: {str(error).splitlines()[0]}") from None
 
 
 def memory_budget(device: str, total: int, needs: dict[str, int]) -> tuple[str, int]:

@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import save_file
 
 import generate
+import kernels
 import kv_cache
 import model as models
 import tiny

@@ -231,7 +231,8 @@ def whole_models(card: Card) -> dict:
             for i in range(3)
         ]
         seconds = statistics.median(o.timings["prefill_s"] for o in outputs)
-        weights = engine.model.read_bytes / engine.dtype.itemsize
+        unused = engine.model.head.nbytes  # logits are made of the last row only
+        weights = (engine.model.read_bytes - unused) / engine.dtype.itemsize
         row["prefill"] = {
             "tokens": prompt, "tokens/s": round(prompt / seconds),
             "of matmul rate": round(2 * weights * prompt / seconds / card.rate, 3),

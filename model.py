@@ -560,7 +560,7 @@ def stores_four_bits(checkpoint: "Checkpoint", device: torch.device, dtype: torc
 
 def cpu_has_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 here; where it cannot, float32 is faster."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return kernels.multiplies_bfloat16()
 
 
 def profile(model: Model, prefill, decode, also, path, bandwidth: float, rate: float) -> str:

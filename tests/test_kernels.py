@@ -857,6 +857,16 @@ def test_the_lines_of_a_layout_are_its_tables_whatever_happens_to_them(seed, mon
         assert view.tables.data_ptr() == layout.tables.tensor.data_ptr()
 
 
+def test_products_are_left_to_pytorchs_attention_where_onednn_has_no_bfloat16(monkeypatch):
+    found = []
+    monkeypatch.setattr(kernels, "_attend_products", lambda *given: found.append(1) or given[0])
+    q, k, v = (randn(64, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    for has in (True, False):
+        monkeypatch.setattr(kernels, "multiplies_bfloat16", lambda has=has: has)
+        kernels._attend_tiles(q, k, v, True)
+    assert found == [1]
+
+
 def test_a_table_longer_than_its_line_leaves_the_others_alone(monkeypatch):
     """Before a fork a request holds blocks for all its samples."""
     monkeypatch.setattr(kernels, "on_triton", lambda x: True)

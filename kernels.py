@@ -1115,11 +1115,15 @@ def mix32(x):
 # ---------------------------------------------------------------- graphs
 
 
+RECORDED = 512  # rows of the largest recording: a larger step computes longer than it launches
+
+
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Rows of the decode steps that are recorded: 1, 2, 4, 8, then by 8, from 64 on by 16.
 
     Example: 40: 1, 2, 4, 8, 16, 24, 32, 40. 0: none.
     """
+    most = min(most, RECORDED)
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, most, 16)]
     return tuple(size for size in steps if size < most) + (most,) * (most > 0)
 
@@ -1147,13 +1151,14 @@ class Graphs:
 
     def record(self, cache):
         """Record a step of each size over a cache, the largest first: the others share its
-        memory. Only of Triton's kernels: PyTorch's bodies read lengths and tables on the CPU.
-        (No GPU has run this yet.)"""
+        memory, and leave their results in its. Only of Triton's kernels: PyTorch's bodies read
+        lengths and tables on the CPU. (No GPU has run this yet.)"""
         self.recorded.clear()
         if self.device.type != "cuda" or triton is None or INTERPRETED:
             return
         pool = torch.cuda.graph_pool_handle()
         self.stream = self.stream or torch.cuda.Stream(self.device)
+        shared = None  # (rows, V), which may be 150 MB
         for size in reversed(self.sizes):
             step = cache.prepare([], size)
             self.run(step)  # compiles and allocates what the first call does
@@ -1161,7 +1166,11 @@ class Graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 result = self.run(step)
-            self.recorded[size] = graph, result
+                shared = result if shared is None else shared
+                if shared is not result:
+                    shared[:size].copy_(result)
+                del result  # its memory is the next recording's
+            self.recorded[size] = graph, shared[:size]
 
 
 # ---------------------------------------------------------------- what an operation costs

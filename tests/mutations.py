@@ -1991,6 +1991,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "where oneDNN has no bfloat16 a prompt's attention takes twenty times as long",
         "tests/test_kernels.py -k products_are_left",
     ),
+    (
+        "kernels.py",
+        "                del result  # its memory is the next recording's",
+        "                kept = [*vars().get('kept', []), result]",
+        "every recording keeps its logits",
+        "tests/test_kernels.py -k recordings_leave",
+    ),
+    (
+        "kernels.py",
+        "    most = min(most, RECORDED)",
+        "    most = max(most, 0)",
+        "thousands of requests at once are thousands of recordings",
+        "tests/test_kernels.py -k recorded_steps_have",
+    ),
 ]
 
 

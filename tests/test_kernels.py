@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -463,6 +464,7 @@ def test_recorded_steps_have_1_2_4_then_multiples_of_8_then_of_16_rows_and_the_m
     assert graph_sizes(8) == (1, 2, 4, 8)
     assert graph_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
     assert graph_sizes(42) == (1, 2, 4, 8, 16, 24, 32, 40, 42)
+    assert graph_sizes(5000) == graph_sizes(512) and graph_sizes(512)[-2:] == (496, 512)
     assert graph_sizes(100) == (1, 2, 4, *range(8, 64, 8), 64, 80, 96, 100)
 
 
@@ -891,6 +893,31 @@ def test_only_kernels_of_triton_on_a_gpu_are_recorded(missing, monkeypatch):
     graphs = kernels.Graphs(lambda step: pytest.fail("ran"), device, (1, 2))
     graphs.record(None)
     assert graphs.recorded == {}
+
+
+def test_recordings_leave_their_results_in_one_place(monkeypatch):
+    """Where a GPU is but pretended to be: else logits of every size would be kept."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "triton", object())
+    for name in ("graph_pool_handle", "Stream", "synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: object())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: kernels.nullcontext())
+    alive = []
+
+    def run(step):
+        assert sum(one() is not None for one in alive) <= 1, "more than the largest one's"
+        found = torch.full((step.padded, 3), step.padded)
+        alive.append(weakref.ref(found))
+        return found
+
+    cache = SimpleNamespace(prepare=lambda plan, size: SimpleNamespace(padded=size))
+    graphs = kernels.Graphs(run, torch.device("cuda"), (1, 2, 4))
+    graphs.record(cache)
+    assert sorted(graphs.recorded) == [1, 2, 4]
+    results = {size: result for size, (_, result) in graphs.recorded.items()}
+    assert [len(result) for _, result in sorted(results.items())] == [1, 2, 4]
+    assert len({result.data_ptr() for result in results.values()}) == 1
+    assert results[4][:, 0].tolist() == [1, 2, 4, 4]  # the last that was recorded came last
 
 
 def test_what_a_place_of_another_holds_changes_no_bit_of_a_row():

@@ -1195,7 +1195,9 @@ def _free_memory(longest: int) -> tuple[int, str]:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cuda = torch.cuda  # what PyTorch keeps of freed tensors is free as well
+        kept = cuda.memory_reserved(device) - cuda.memory_allocated(device)
+        return cuda.mem_get_info(device)[0] + kept
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):

@@ -1748,6 +1748,16 @@ def test_a_gpu_is_one_that_is_there_and_computes_in_what_it_has(monkeypatch):
         assert generate._dtype(None, torch.device("cuda:1")) == dtype
 
 
+def test_what_pytorch_keeps_of_freed_tensors_is_free(monkeypatch):
+    for name, found in (
+        ("mem_get_info", (10, 80)),
+        ("memory_reserved", 7),
+        ("memory_allocated", 4),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert generate._free_bytes(torch.device("cuda")) == 13
+
+
 def test_what_does_not_fit_on_a_gpu_is_one_sentence(monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")

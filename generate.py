@@ -1092,6 +1092,8 @@ def _device(name: str | torch.device | None) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: this PyTorch sees no CUDA device")
     device = torch.device(name)
+    if device.type == "cuda" and torch.version.hip:
+        raise ValueError(f"device {name!r}: only NVIDIA's GPUs are known here, not AMD's")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r}: this PyTorch sees {torch.cuda.device_count()} of them")
     return device

@@ -100,52 +100,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-GROUP = 32  # neighbouring weights that share a scale and a zero, as in GGUF's Q4_0 and Q4_1
-# Most rows for which the low-bit kernel wins: it converts each weight once for a few rows, oneDNN
-# once for all. SmolLM2-135M's layers on one core with AVX-512, in ms for 1, 8, 16, 32 and 128 rows:
-# bfloat16 9, 13, 16, 24, 67; int4 4, 11, 22, 42, 167; int8 8, 14, 26, 48, 182.
-FEW_ROWS = {"int4": 8, "int8": 16}
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """A weight (out, in) in 4 bits: (value - 8) * scale + zero, group by group of GROUP."""
-
-    values: Tensor  # (out, in) uint8, 0 to 15
-    scales: Tensor  # (out, in / GROUP) float32, zeros too
-    zeros: Tensor
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The weight with scales and zeros of that type, as the int4 kernel sees it."""
-        scales, zeros = (x.to(dtype).float()[..., None] for x in (self.scales, self.zeros))
-        steps = self.values.unflatten(1, (-1, GROUP)).float() - 8
-        return (steps * scales + zeros).flatten(1).to(dtype)
-
-
-def four_bit(weight: Tensor) -> FourBit:
-    """The nearest of 16 equal steps from the least to the largest weight of each group."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    least, largest = groups.aminmax(dim=-1, keepdim=True)
-    scales = ((largest - least) / 15).clamp(min=1e-12)
-    values = ((groups - least) / scales).round().to(torch.uint8)
-    return FourBit(values.flatten(1), scales[..., 0], (least + 8 * scales)[..., 0])
-
-
-def cannot_quantize(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why PyTorch has no low-bit kernel here, or None if it has."""
-    if device.type != "cpu":
-        return f"low-bit weights run on the CPU only, not on {device.type}"
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"low-bit weights need bfloat16 or float32 rows, not {str(dtype)[6:]}"
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return "low-bit weights need a CPU with AVX2 or AVX-512"
-    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-        return f"PyTorch {torch.__version__} has no low-bit kernels for the CPU"
-    return None
+# ---------------------------------------------------------------- products
 
 
 @dataclass(frozen=True)
@@ -163,7 +118,7 @@ class Packed:
 
 
 def pack(
-    weight: Tensor | FourBit, quantize: str | None = None, dtype: torch.dtype | None = None
+    weight: "Tensor | FourBit", quantize: str | None = None, dtype: torch.dtype | None = None
 ) -> Packed:
     """Lay a weight (out, in) out for `linear`: once, at load time.
 
@@ -198,35 +153,6 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def packs(shape: tuple[int, int], quantize: str) -> bool:
-    """Whether the kernel takes a weight (out, in): int8 would read past the end of another."""
-    return shape[1] % GROUP == 0 and (quantize == "int8" or shape[0] % 16 == 0)
-
-
-def _pack_low(weight: Tensor | FourBit, quantize: str, dtype: torch.dtype) -> Packed:
-    if quantize not in FEW_ROWS:
-        raise ValueError(f"quantize {quantize!r} is not int8 or int4")
-    device = weight.values.device if isinstance(weight, FourBit) else weight.device
-    if reason := cannot_quantize(device, dtype):
-        raise ValueError(reason)
-    if not packs(weight.shape, quantize):
-        raise ValueError(
-            f"{quantize} needs in_features in {GROUP}s and, for int4, out_features in 16s,"
-            f" not a weight {list(weight.shape)}"
-        )
-    if quantize == "int8":
-        scales = (weight.float().abs().amax(1) / 127).clamp(min=1e-12).to(dtype)
-        data = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        many = None  # converted when it is needed: a fifth more time for 128 rows, half the memory
-    else:
-        four = weight if isinstance(weight, FourBit) else four_bit(weight)
-        data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(four.values.int(), 1)
-        scales = torch.stack((four.scales.T, four.zeros.T), -1).to(dtype).contiguous()
-        many = pack(four.rounded(dtype))  # to unpack 4 bits takes as long as to multiply 128 rows
-    nbytes = data.nbytes + scales.nbytes
-    return Packed(data, *weight.shape, nbytes, False, quantize, scales, many)
-
-
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     """x (T, in) times weight (out, in) transposed, plus bias (out): (T, out).
 
@@ -238,24 +164,6 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     if weight.blocked:
         return torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
     return F.linear(x, weight.data, bias)
-
-
-def _linear_low(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """`linear` of a quantised weight: its own kernel for FEW_ROWS, oneDNN's for more."""
-    if x.shape[1] != weight.in_features:  # the kernels would read past the row
-        raise RuntimeError(f"rows of {x.shape[1]} numbers for a weight of {weight.in_features}")
-    few = len(x) <= FEW_ROWS[weight.quantize]
-    if not few and weight.many is not None:
-        return linear(x, weight.many, bias)
-    if not few:
-        out = F.linear(x, weight.data.to(x.dtype)).mul_(weight.scales)
-    elif weight.quantize == "int8":
-        out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.data, weight.scales)
-    else:
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), weight.data, GROUP, weight.scales
-        )
-    return out if bias is None else out.add_(bias)
 
 
 # ---------------------------------------------------------------- a row at a time
@@ -409,42 +317,6 @@ def gated_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     if out.dtype.element_ty != tl.float32:  # PyTorch rounds here too
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + f, (gate * up).to(out.dtype.element_ty), mask=f < width)
-
-
-def keep_freed_memory():
-    """Let the C library keep what tensors free, on Linux: else every large intermediate result
-    is mapped anew, and the kernel clears its pages first. Sampling 32 rows of a vocabulary of
-    49,152 takes 7 ms instead of 20."""
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return  # another C library
-    mallopt(M_MMAP_THRESHOLD, 2**30)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def use_huge_pages():
-    """Move what this process holds in memory to pages of 2 MiB, on Linux 6.1 or newer.
-
-    A core that streams weights meets a new page of 4 KiB every 100 ns and looks up its address;
-    on large pages a decode step's linear layers take a sixth less. One to three seconds a GiB,
-    once, in pieces, so that Ctrl-C is heard.
-    """
-    MADV_COLLAPSE, large, piece = 25, 2**21, 2**28  # mman-common.h
-    try:
-        madvise = ctypes.CDLL(None).madvise
-        with open("/proc/self/maps") as file:
-            lines = [line.split() for line in file]
-    except (AttributeError, OSError, TypeError):
-        return  # not Linux
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for place, access, _, _, _, *name in lines:
-        begin, end = (int(x, 16) for x in place.split("-"))
-        begin, end = -(-begin // large) * large, end // large * large
-        if access == "rw-p" and name in ([], ["[heap]"]):
-            for start in range(begin, end, piece):  # what cannot be moved stays
-                madvise(start, min(piece, end - start), MADV_COLLAPSE)
 
 
 # ---------------------------------------------------------------- attention
@@ -1175,6 +1047,142 @@ class Graphs:
                     shared[:size].copy_(result)
                 del result  # its memory is the next recording's
             self.recorded[size] = graph, shared[:size]
+
+
+# ---------------------------------------------------------------- fewer bits, on a CPU
+
+GROUP = 32  # neighbouring weights that share a scale and a zero, as in GGUF's Q4_0 and Q4_1
+# Most rows for which the low-bit kernel wins: it converts each weight once for a few rows, oneDNN
+# once for all. SmolLM2-135M's layers on one core with AVX-512, in ms for 1, 8, 16, 32 and 128 rows:
+# bfloat16 9, 13, 16, 24, 67; int4 4, 11, 22, 42, 167; int8 8, 14, 26, 48, 182.
+FEW_ROWS = {"int4": 8, "int8": 16}
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """A weight (out, in) in 4 bits: (value - 8) * scale + zero, group by group of GROUP."""
+
+    values: Tensor  # (out, in) uint8, 0 to 15
+    scales: Tensor  # (out, in / GROUP) float32, zeros too
+    zeros: Tensor
+
+    @property
+    def shape(self):
+        return self.values.shape
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The weight with scales and zeros of that type, as the int4 kernel sees it."""
+        scales, zeros = (x.to(dtype).float()[..., None] for x in (self.scales, self.zeros))
+        steps = self.values.unflatten(1, (-1, GROUP)).float() - 8
+        return (steps * scales + zeros).flatten(1).to(dtype)
+
+
+def four_bit(weight: Tensor) -> FourBit:
+    """The nearest of 16 equal steps from the least to the largest weight of each group."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    least, largest = groups.aminmax(dim=-1, keepdim=True)
+    scales = ((largest - least) / 15).clamp(min=1e-12)
+    values = ((groups - least) / scales).round().to(torch.uint8)
+    return FourBit(values.flatten(1), scales[..., 0], (least + 8 * scales)[..., 0])
+
+
+def cannot_quantize(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why PyTorch has no low-bit kernel here, or None if it has."""
+    if device.type != "cpu":
+        return f"low-bit weights run on the CPU only, not on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"low-bit weights need bfloat16 or float32 rows, not {str(dtype)[6:]}"
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return "low-bit weights need a CPU with AVX2 or AVX-512"
+    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        return f"PyTorch {torch.__version__} has no low-bit kernels for the CPU"
+    return None
+
+
+def packs(shape: tuple[int, int], quantize: str) -> bool:
+    """Whether the kernel takes a weight (out, in): int8 would read past the end of another."""
+    return shape[1] % GROUP == 0 and (quantize == "int8" or shape[0] % 16 == 0)
+
+
+def _pack_low(weight: Tensor | FourBit, quantize: str, dtype: torch.dtype) -> Packed:
+    if quantize not in FEW_ROWS:
+        raise ValueError(f"quantize {quantize!r} is not int8 or int4")
+    device = weight.values.device if isinstance(weight, FourBit) else weight.device
+    if reason := cannot_quantize(device, dtype):
+        raise ValueError(reason)
+    if not packs(weight.shape, quantize):
+        raise ValueError(
+            f"{quantize} needs in_features in {GROUP}s and, for int4, out_features in 16s,"
+            f" not a weight {list(weight.shape)}"
+        )
+    if quantize == "int8":
+        scales = (weight.float().abs().amax(1) / 127).clamp(min=1e-12).to(dtype)
+        data = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        many = None  # converted when it is needed: a fifth more time for 128 rows, half the memory
+    else:
+        four = weight if isinstance(weight, FourBit) else four_bit(weight)
+        data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(four.values.int(), 1)
+        scales = torch.stack((four.scales.T, four.zeros.T), -1).to(dtype).contiguous()
+        many = pack(four.rounded(dtype))  # to unpack 4 bits takes as long as to multiply 128 rows
+    nbytes = data.nbytes + scales.nbytes
+    return Packed(data, *weight.shape, nbytes, False, quantize, scales, many)
+
+
+def _linear_low(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """`linear` of a quantised weight: its own kernel for FEW_ROWS, oneDNN's for more."""
+    if x.shape[1] != weight.in_features:  # the kernels would read past the row
+        raise RuntimeError(f"rows of {x.shape[1]} numbers for a weight of {weight.in_features}")
+    few = len(x) <= FEW_ROWS[weight.quantize]
+    if not few and weight.many is not None:
+        return linear(x, weight.many, bias)
+    if not few:
+        out = F.linear(x, weight.data.to(x.dtype)).mul_(weight.scales)
+    elif weight.quantize == "int8":
+        out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.data, weight.scales)
+    else:
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), weight.data, GROUP, weight.scales
+        )
+    return out if bias is None else out.add_(bias)
+
+
+# ---------------------------------------------------------------- a CPU's memory
+
+
+def keep_freed_memory():
+    """Let the C library keep what tensors free, on Linux: else every large intermediate result
+    is mapped anew, and the kernel clears its pages first. Sampling 32 rows of a vocabulary of
+    49,152 takes 7 ms instead of 20."""
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return  # another C library
+    mallopt(M_MMAP_THRESHOLD, 2**30)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def use_huge_pages():
+    """Move what this process holds in memory to pages of 2 MiB, on Linux 6.1 or newer.
+
+    A core that streams weights meets a new page of 4 KiB every 100 ns and looks up its address;
+    on large pages a decode step's linear layers take a sixth less. One to three seconds a GiB,
+    once, in pieces, so that Ctrl-C is heard.
+    """
+    MADV_COLLAPSE, large, piece = 25, 2**21, 2**28  # mman-common.h
+    try:
+        madvise = ctypes.CDLL(None).madvise
+        with open("/proc/self/maps") as file:
+            lines = [line.split() for line in file]
+    except (AttributeError, OSError, TypeError):
+        return  # not Linux
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for place, access, _, _, _, *name in lines:
+        begin, end = (int(x, 16) for x in place.split("-"))
+        begin, end = -(-begin // large) * large, end // large * large
+        if access == "rw-p" and name in ([], ["[heap]"]):
+            for start in range(begin, end, piece):  # what cannot be moved stays
+                madvise(start, min(piece, end - start), MADV_COLLAPSE)
 
 
 # ---------------------------------------------------------------- what an operation costs

@@ -581,12 +581,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool 
 
 def _part_attention(q: Tensor, keys: Tensor, values: Tensor, part: Part, causal: bool) -> Tensor:
     """The same for the rows of one part, in its order: keys, values (P * S, G, D)."""
-    if isinstance(part.places, slice):
-        k, v = keys[part.places], values[part.places]  # (N, G, D)
-    else:
-        k, v = (
-            x.flatten(1).index_select(0, part.places).view(-1, *x.shape[1:]) for x in (keys, values)
-        )
+    heads_first = part.mask is None and _in_products(q)
+    k, v = (_taken(x, part.places, heads_first) for x in (keys, values))  # (N, G, D)
     if part.mask is None:
         return _attend_tiles(q, k, v, causal)
     count, heads, dim = q.shape
@@ -594,6 +590,20 @@ def _part_attention(q: Tensor, keys: Tensor, values: Tensor, part: Part, causal:
     grouped = q.view(count, k.shape[1], -1, dim)
     mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)
     return mixed.view(count, heads, dim)
+
+
+def _taken(pool: Tensor, places: slice | Tensor, heads_first: bool) -> Tensor:
+    """Places of a pool (P * S, G, D) as (N, G, D): copied once, or, where they follow each other,
+    not at all. heads_first: (G, N, D) in memory, which is how products read it fastest."""
+    if isinstance(places, slice):
+        taken = pool[places]
+        return taken.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else taken
+    if heads_first:
+        _, shared, dim = pool.shape
+        rows = places * shared + torch.arange(shared)[:, None]  # (G, N)
+        taken = pool.flatten(0, 1).index_select(0, rows.flatten())
+        return taken.view(shared, -1, dim).transpose(0, 1)
+    return pool.flatten(1).index_select(0, places).view(-1, *pool.shape[1:])
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool) -> Tensor:
@@ -770,19 +780,19 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`attend` for the rows of one request, TILE at a time: no row meets the keys after its
     tile, which for a whole prompt is nearly half of them."""
     n, length = len(q), len(k)
-    low = q.dtype == torch.bfloat16 and q.device.type == "cpu" and multiplies_bfloat16()
-    if n >= TILE // 2 and low:
-        attend_tile = _attend_products
-        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
-    elif n <= TILE:
-        return attend(q, k, v, causal)
-    else:
-        attend_tile = attend
+    attend_tile = _attend_products if _in_products(q) else attend
+    if n <= TILE:
+        return attend_tile(q, k, v, causal)
     tiles = []
     for row in range(0, n, TILE):
         seen = min(length - n + row + TILE, length) if causal else length
         tiles.append(attend_tile(q[row : row + TILE], k[:seen], v[:seen], causal))
     return torch.cat(tiles)
+
+
+def _in_products(q: Tensor) -> bool:
+    low = q.dtype == torch.bfloat16 and q.device.type == "cpu" and multiplies_bfloat16()
+    return low and len(q) >= TILE // 2
 
 
 def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

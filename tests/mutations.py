@@ -2005,6 +2005,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "thousands of requests at once are thousands of recordings",
         "tests/test_kernels.py -k recorded_steps_have",
     ),
+    (
+        "kernels.py",
+        "        rows = places * shared + torch.arange(shared)[:, None]  # (G, N)",
+        "        rows = places * shared + torch.arange(shared).flip(0)[:, None]  # (G, N)",
+        "rule: a long chunk meets the keys of another head",
+        "tests/test_kernels.py -k read_blocks_wherever_they_lie",
+    ),
 ]
 
 

@@ -34,7 +34,6 @@ import torch
 from safetensors.torch import save_file
 
 import generate
-import kernels
 import kv_cache
 import model as models
 import tiny
@@ -1762,7 +1761,7 @@ def test_what_does_not_fit_on_a_gpu_is_one_sentence(monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
 
-    monkeypatch.setattr(kernels.Graphs, "record", full)
+    monkeypatch.setattr(models.kernels.Graphs, "record", full)
     with pytest.raises(ValueError, match=r"^no memory is left on cpu: CUDA .* 9 GiB\.$"):
         build()
     monkeypatch.setattr(generate.models, "Model", full)

@@ -665,7 +665,11 @@ class Engine:
         lines, left = memory_budget(cuda.get_device_name(device), total, needs)
         self.say(lines)
         if left <= 0:
-            raise ValueError(f"no memory is left for the cache on {device}:\n{lines}")
+            need, most = (x / 2**30 for x in (sum(needs.values()), 0.9 * total))
+            raise ValueError(
+                f"no memory is left for a cache on {device}: {need:.1f} GiB are needed without"
+                f" it, of the {most:.1f} GiB that may be used"
+            )
         return left
 
     def _worst_step(self, cache, block_size: int, budget: int, running: int):

@@ -388,6 +388,9 @@ class PagedCache:
 
     Tensors only: who holds which block is for `BlockManager` to know. Layers with the same
     spec are one cache group: they share block tables, and a step's View.
+
+    budget, max_running: most rows a step, most requests at once; max_len: most tokens of one
+    (default: the pool's); sizes: rows that decode steps are padded to, ascending.
     """
 
     def __init__(

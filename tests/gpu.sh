@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: `bash tests/gpu.sh [RESULTS.json]`.
-# About 8 minutes on one card; no network. Installs nothing: PYTHON names the interpreter that
-# has torch, triton and the packages of requirements.txt.
+# Stopped after 8 minutes (no card has run it yet); no network. Installs nothing: PYTHON names the
+# interpreter that has torch, triton and the packages of requirements.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset TRITON_INTERPRET

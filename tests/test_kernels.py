@@ -1138,6 +1138,34 @@ def test_what_a_step_launches_is_what_is_compiled(name, rows, monkeypatch):
             ), f"{recorder.kernel} is launched with {constants} and {types}, and never compiled so"
 
 
+@pytest.mark.parametrize("most", [1, 5, 40])
+def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
+    """Invariant 5: what was recorded with short contexts is replayed with long ones."""
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    found = []
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *given, **constants: found[-1].append((grid, constants, kinds(given)))
+
+    def kinds(given):
+        return [x.shape if isinstance(x, torch.Tensor) else x for x in given]
+
+    for name in ("attention_kernel", "combine_kernel", "store_kernel"):
+        monkeypatch.setattr(kernels, name, Noted())
+    pool = torch.zeros(500, 8, 2, 16)
+    for lengths in ((most, most), (most + 3, most + 200), (most + 900, most)):
+        layout = Layout(2 * most, 2, 200, 8, torch.device("cpu"), torch.float32)
+        tables = [list(range(1 + 200 * i, 201 + 200 * i)) for i in range(2)]
+        spans = [(i * most, most, length - most) for i, length in enumerate(lengths)]
+        view = layout.view(tables, spans)
+        found.append([])
+        k = torch.zeros(2 * most, 2, 16)
+        store_kv(k, k, pool, pool, view)
+        attention(torch.zeros(2 * most, 4, 16), pool, pool, view)
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 2
+
+
 FINE = kernels.Compiled(128, 0, 40.0, 4, "mma", 64, 0)  # a decode tile's
 
 

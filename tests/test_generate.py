@@ -73,7 +73,10 @@ def checkpoint():
 def build(**settings) -> Engine:
     defaults = {"device": "cpu", "dtype": "float32", "max_len": 64, "max_running": 4}
     defaults["kv_memory"] = 2**20
-    return Engine(checkpoint(), **defaults | settings)
+    engine = Engine(checkpoint(), **defaults | settings)
+    for pool in engine.cache.pools:  # what is read without having been written shows
+        pool.fill_(math.nan)
+    return engine
 
 
 def greedy(tokens=8, **settings) -> SamplingParams:

@@ -322,31 +322,60 @@ def gated_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 # ---------------------------------------------------------------- attention
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, causal: bool = True) -> Tensor:
-    """One request's attention in plain PyTorch: q (n, H, D), keys, values (N, G, D).
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, causal: bool = True, window: int = 0,
+    scale: float | None = None, chosen: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One request's attention in plain PyTorch: q (n, H, D), keys (N, G, D), values (N, G, Dv).
 
     The n rows are the last n of the N positions. Query heads that share a key/value head are
     neighbours (Ainslie et al. 2023); for a single row they become the rows of one product,
     so that shared keys are read once.
+
+    window: a row at position p sees p - window + 1 .. p; 0: all before it. scale: of the
+    products, 1 / sqrt(D) where it is not given. chosen: (n, N), which of those it reads.
     """
     n, heads, dim = q.shape
     length, shared, _ = keys.shape
+    if n == 1 and window and causal:
+        keys, values = keys[-window:], values[-window:]
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # (1, G, N, D)
-    if n == 1:
+    if n == 1 and chosen is None:
         q = q.view(1, shared, heads // shared, dim)
-        return F.scaled_dot_product_attention(q, keys, values).view(1, heads, dim)
-    mask = None
-    if causal and length > n:  # a chunk: PyTorch's is_causal would align it to position 0
+        out = F.scaled_dot_product_attention(q, keys, values, scale=scale)
+        return out.view(1, heads, values.shape[-1])
+    mask = chosen
+    windowed = causal and window and length > window
+    if mask is None and causal and (length > n or windowed):
+        # a chunk: PyTorch's is_causal would align it to position 0
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+        if windowed:
+            mask = mask.triu(length - n - window + 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # (1, H, n, D)
         keys,
         values,
         attn_mask=mask,
-        is_causal=causal and length == n,
+        is_causal=causal and mask is None,
         enable_gqa=heads != shared,
+        scale=scale,
     )
     return out[0].transpose(0, 1)
+
+
+def choose(q: Tensor, keys: Tensor, weights: Tensor, top: int) -> Tensor:
+    """Which tokens each row of one request reads, in plain PyTorch (DeepSeek-AI 2512.02556).
+
+    q (n, H, D), keys (N, D), weights (n, H) -> (n, N), at most `top` True in a row. A token's
+    score is the sum over heads of weight * relu(q . key); of equal ones the older is read.
+    """
+    n, length = len(q), len(keys)
+    products = (q.float() @ keys.float().T).relu()  # (n, H, N)
+    scores = torch.einsum("nhl,nh->nl", products, weights.float())
+    later = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
+    order = scores.masked_fill_(later, -torch.inf).sort(-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(later).scatter_(1, order[:, :top], True)
+    return chosen & ~later
 
 
 class Buffer:
@@ -811,6 +840,45 @@ def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         scores.view(shared, -1, n, length)[..., length - n :].masked_fill_(later, -torch.inf)
     mixed = torch.bmm(scores.softmax(-1).to(q.dtype), values)
     return mixed.view(shared, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+# ---------------------------------------------------------------- linear attention
+
+
+def convolve(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """A short causal convolution of each channel, then silu, in plain PyTorch, of one request.
+
+    x (n, C), weight (C, K), before (K - 1, C): the inputs before x. Gives (n, C), and the last
+    K - 1 inputs. The last weight is for a row's own input.
+    """
+    inputs = torch.cat((before, x))
+    out = F.conv1d(inputs.T[None].float(), weight[:, None].float(), groups=len(weight))
+    return F.silu(out[0].T).to(x.dtype), inputs[len(x) :]
+
+
+def delta_rule(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule (Yang et al. 2412.06464), a token at a time, of one request.
+
+    q, k (n, Hk, dk), v (n, H, dv), g (n, H) the logarithm of the decay, beta (n, H), state
+    (H, dk, dv) in float32 -> (n, H, dv) and the state after the last row. A state is a matrix
+    from keys to values: it fades, then what it answers to k moves by beta towards v.
+    q and k are made unit vectors here; heads of v that share one of k are neighbours.
+    """
+    heads, dk = v.shape[1], k.shape[-1]
+    q, k = (unit(x).repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+    rows = []
+    for q_t, k_t, v_t, g_t, beta_t in zip(q * dk**-0.5, k, v.float(), g.float(), beta.float()):
+        state = state * g_t.exp()[:, None, None]
+        error = v_t - torch.einsum("hkv,hk->hv", state, k_t)
+        state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * error)
+        rows.append(torch.einsum("hkv,hk->hv", state, q_t))
+    return torch.stack(rows).to(v.dtype), state
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in float32."""
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 # ---------------------------------------------------------------- experts

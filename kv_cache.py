@@ -40,22 +40,45 @@ import kernels
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps of a token: keys and values of `heads` heads of size `dim`.
+    """What one layer keeps.
 
-    kind "full": of every token. kind "sliding": of the last `window` tokens.
+    kind      of every token, unless it says otherwise
+    full      keys and values of `heads` heads, of size `dim`
+    sliding   the same of the last `window` tokens
+    latent    one vector of size `dim` that all heads share: it is their key, and its first
+              `values` elements are their value (DeepSeek-AI 2405.04434)
+    sparse    the same, and an index key of size `index`, by which a row chooses the `top` tokens
+              it reads (DeepSeek-AI 2512.02556)
+    linear    of all tokens together a state (heads, dim, values) in float32, and of the last
+              `conv[0]` tokens `conv[1]` channels (Yang et al. 2412.06464)
     """
 
     kind: str
     heads: int
     dim: int
     window: int = 0
+    values: int = 0  # size of a value; 0: as the key
+    index: int = 0
+    top: int = 0
+    conv: tuple[int, int] = (0, 0)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it keeps something of every token."""
+        return self.kind in ("full", "latent", "sparse")
 
     @property
     def elements_per_token(self) -> int:
-        return 2 * self.heads * self.dim
+        """Numbers it stores of each token that it keeps; 0: a state, whatever the length."""
+        if self.kind == "linear":
+            return 0
+        values = 0 if self.kind in ("latent", "sparse") else self.values or self.dim
+        return self.heads * (self.dim + values) + self.index
 
 
-DENSE = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
+DENSE = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text"}
+HYBRID = {"qwen3_next", "qwen3_5_text"}
+LATENT = {"deepseek_v3", "deepseek_v32"}
 
 
 def layers(config: dict) -> list[LayerSpec]:
@@ -67,18 +90,45 @@ def layers(config: dict) -> list[LayerSpec]:
     32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
     """
     family = config.get("model_type")
-    if family not in DENSE:
-        raise ValueError(f"model_type {family!r} is not one of {', '.join(sorted(DENSE))}")
-    count, width = positive(config, "num_hidden_layers"), positive(config, "hidden_size")
-    queries = positive(config, "num_attention_heads")
+    if family not in DENSE | HYBRID | LATENT:
+        raise ValueError(
+            f"model_type {family!r} is not one of {', '.join(sorted(DENSE | HYBRID | LATENT))}"
+        )
+    count = positive(config, "num_hidden_layers")
+    if family in LATENT:
+        return [_latent(config)] * count
+    kinds = _kinds(config, count)
+    return [_linear(config) if kind == "linear" else _attention(config, kind) for kind in kinds]
+
+
+def _attention(config: dict, window: int) -> LayerSpec:
+    width, queries = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     heads = positive(config, "num_key_value_heads", queries)
     dim = positive(config, "head_dim", width // queries)
     if queries % heads:
         raise ValueError(f"{queries} query heads cannot share {heads} key/value heads evenly")
     if not config.get("head_dim") and width % queries:
         raise ValueError(f"hidden_size {width} is not a multiple of {queries} heads")
-    windows = _windows(config, count)
-    return [LayerSpec("sliding" if w else "full", heads, dim, w) for w in windows]
+    return LayerSpec("sliding" if window else "full", heads, dim, window)
+
+
+def _latent(config: dict) -> LayerSpec:
+    rank = positive(config, "kv_lora_rank")
+    dim = rank + positive(config, "qk_rope_head_dim")
+    if config["model_type"] == "deepseek_v3":
+        return LayerSpec("latent", 1, dim, values=rank)
+    index, top = positive(config, "index_head_dim"), positive(config, "index_topk")
+    return LayerSpec("sparse", 1, dim, values=rank, index=index, top=top)
+
+
+def _linear(config: dict) -> LayerSpec:
+    keys, heads = (positive(config, f"linear_num_{x}_heads") for x in ("key", "value"))
+    dim, values = (positive(config, f"linear_{x}_head_dim") for x in ("key", "value"))
+    if heads % keys:
+        raise ValueError(f"{heads} value heads cannot share {keys} key heads evenly")
+    kernel = positive(config, "linear_conv_kernel_dim")
+    channels = 2 * keys * dim + heads * values
+    return LayerSpec("linear", heads, dim, values=values, conv=(kernel - 1, channels))
 
 
 def positive(config: dict, name: str, default: int | None = None) -> int:
@@ -103,24 +153,35 @@ def flag(config: dict, name: str, default: bool = False) -> bool:
     return default if value is None else bool(value)
 
 
-def _windows(config: dict, count: int) -> list[int]:
-    """Each layer's window in tokens, 0 for none, from the three ways configs say it."""
-    mistral = config["model_type"] == "mistral"
-    window = config.get("sliding_window", 4096 if mistral else None) or 0  # as transformers
-    if not flag(config, "use_sliding_window", mistral):
+def _kinds(config: dict, count: int) -> list[int | str]:
+    """Each layer's window in tokens, 0 for none, or "linear", from the ways configs say it."""
+    family = config["model_type"]
+    slides = family in ("mistral", "gemma3_text")
+    window = config.get("sliding_window", 4096 if slides else None) or 0  # as transformers
+    if not flag(config, "use_sliding_window", slides):
         window = 0
-    if kinds := config.get("layer_types"):
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) != count:
-            raise ValueError(f"layer_types of {count} layers: {unknown or len(kinds)}")
-        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    if listed := config.get("layer_types"):
+        known = {"full_attention": 0}
+        known |= {"linear_attention": "linear"} if family in HYBRID else {}
+        known |= {"sliding_attention": window} if family not in HYBRID else {}
+        unknown = set(listed) - set(known)
+        if unknown or len(listed) != count:
+            raise ValueError(f"layer_types of {count} layers: {unknown or len(listed)}")
+        return [known[kind] for kind in listed]
+    if family in HYBRID:
+        every = positive(config, "full_attention_interval", 4)
+        return ["linear" if (layer + 1) % every else 0 for layer in range(count)]
+    if family == "gemma3_text":
+        default = positive(config, "_sliding_window_pattern", 6)
+        every = positive(config, "sliding_window_pattern", default)
+        return [window if (layer + 1) % every else 0 for layer in range(count)]
     first = config.get("max_window_layers") or 0 if "use_sliding_window" in config else 0
     return [window if layer >= first else 0 for layer in range(count)]
 
 
 def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
     """Bytes one more token takes, over all layers that grow with the context."""
-    return sum(s.elements_per_token for s in specs if s.kind == "full") * element_bytes
+    return sum(s.elements_per_token for s in specs if s.grows) * element_bytes
 
 
 # ---------------------------------------------------------------- a step's view of the cache
@@ -170,49 +231,85 @@ class Step:
         self.sample_rows = sample_rows
         self.segments = segments
         self.padded = None  # rows, in a cache that pads decode steps
+        self.after: list[tuple[Tensor, int, Tensor]] = []  # (buffer, slot, new state)
 
-    def store(self, layer: int, k: Tensor, v: Tensor):
+    def store(self, layer: int, k: Tensor, v: Tensor | None):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
-        buffer = self.cache.buffers[layer]
-        for s in self.segments:
-            rows, positions = slice(s.row, s.row + s.n), slice(s.start, s.start + s.n)
-            buffer[0, s.slot, positions] = k[rows]
-            buffer[1, s.slot, positions] = v[rows]
+        self._write(layer, (k,) if v is None else (k, v))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """Store k, v (T, G, D), then attend with q (T, H, D): (T, H, D).
+    def _write(self, layer: int, given: tuple[Tensor, ...]):
+        for buffer, x in zip(self.cache.buffers[layer], given):
+            for s in self.segments:
+                buffer[s.slot, s.start : s.start + s.n] = x[s.row : s.row + s.n]
 
-        Row i of a segment is at position start + i and sees positions 0..start + i; with
-        causal=False every row sees all of its request.
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, causal: bool = True,
+        scale: float | None = None, index: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store k, v (T, G, D), then attend with q (T, H, D): (T, H, Dv).
+
+        Row i of a segment is at position start + i and sees positions 0..start + i, or the last
+        `window` of these; with causal=False every row sees all of its request. A latent layer
+        has no v. index, of a sparse one: its queries (T, Hi, Di), keys (T, Di) and head weights
+        (T, Hi), see `kernels.choose`.
         """
-        self.store(layer, k, v)
-        buffer = self.cache.buffers[layer]
+        spec = self.cache.specs[layer]
+        self._write(layer, tuple(x for x in (k, v, index and index[1]) if x is not None))
         outputs = []
         for s in self.segments:
-            keys, values = buffer[:, s.slot, : s.start + s.n]  # (start + n, G, D)
-            outputs.append(kernels.attend(q[s.row : s.row + s.n], keys, values, causal))
+            held = [buffer[s.slot, : s.start + s.n] for buffer in self.cache.buffers[layer]]
+            keys, rows, chosen = held[0], slice(s.row, s.row + s.n), None
+            values = keys[..., : spec.values] if v is None else held[1]
+            if index is not None:
+                chosen = kernels.choose(index[0][rows], held[-1], index[2][rows], spec.top)
+            outputs.append(
+                kernels.attend(q[rows], keys, values, causal, spec.window, scale, chosen)
+            )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """A linear layer's short convolution and silu: x (T, C), weight (C, K) -> (T, C)."""
+        outputs = []
+        for s in self.segments:
+            before = self.cache.buffers[layer][0][s.slot]
+            before = before if s.start else torch.zeros_like(before)
+            out, after = kernels.convolve(x[s.row : s.row + s.n], weight, before)
+            outputs.append(out)
+            self.after.append((self.cache.buffers[layer][0], s.slot, after))
+        return torch.cat(outputs)
+
+    def recur(self, layer: int, q, k, v, g, beta) -> Tensor:
+        """A linear layer's gated delta rule over its state, see `kernels.delta_rule`."""
+        outputs = []
+        for s in self.segments:
+            rows = slice(s.row, s.row + s.n)
+            state = self.cache.buffers[layer][1][s.slot]
+            state = state if s.start else torch.zeros_like(state)
+            given = (x[rows] for x in (q, k, v, g, beta))
+            out, state = kernels.delta_rule(*given, state)
+            outputs.append(out)
+            self.after.append((self.cache.buffers[layer][1], s.slot, state))
+        return torch.cat(outputs)
 
 
 class ContiguousCache:
-    """Room for `slots` requests of `max_len` tokens, of one key and value buffer a layer.
+    """Room for `slots` requests of `max_len` tokens: a few buffers a layer, see `shapes`.
 
     Tensors only: who holds which slot is for `Slots` to know. On a CPU untouched pages cost
     nothing until they are written.
     """
 
     def __init__(self, specs, slots: int, max_len: int, device="cpu", dtype=torch.float32):
-        kinds = {spec.kind for spec in specs} - {"full"}
-        if kinds:
-            raise ValueError(f"the contiguous cache holds full attention only, not {kinds}")
-        self.max_len = max_len
-        self.slots = slots
+        self.specs, self.max_len, self.slots = list(specs), max_len, slots
         self.device = torch.device(device)
         self.buffers = [
-            torch.empty(2, slots, max_len, s.heads, s.dim, dtype=dtype, device=device)
-            for s in specs
+            [
+                torch.empty(slots, *shape, dtype=kind or dtype, device=device)
+                for shape, kind in shapes(spec, max_len)
+            ]
+            for spec in specs
         ]
-        self.nbytes = sum(b.numel() * b.element_size() for b in self.buffers)
+        self.nbytes = sum(b.numel() * b.element_size() for layer in self.buffers for b in layer)
 
     def prepare(self, plan) -> Step:
         """Lay a plan [(request, n)] out in rows."""
@@ -222,15 +319,38 @@ class ContiguousCache:
             assert end <= self.max_len, f"{end} tokens in a slot of {self.max_len}"
         lists = (tokens, positions, sample_rows)
         tensors = [torch.tensor(x, dtype=torch.int64).to(self.device) for x in lists]
-        return Step(self, *tensors, segments)
+        self.step = Step(self, *tensors, segments)
+        return self.step
 
     def copy(self, parent, child, length: int):
-        """Give the child's slot the first `length` positions of its parent's: a fork."""
-        for buffer in self.buffers:
-            buffer[:, child.slot, :length] = buffer[:, parent.slot, :length]
+        """Give the child's slot what its parent's first `length` tokens left: a fork."""
+        self.commit(self.step, None)  # a fork comes in the middle of a step
+        for spec, buffers in zip(self.specs, self.buffers):
+            for buffer in buffers:
+                if spec.kind == "linear":
+                    buffer[child.slot] = buffer[parent.slot]
+                else:
+                    buffer[child.slot, :length] = buffer[parent.slot, :length]
 
     def commit(self, step: Step, kept):
-        """Nothing to do: rejected rows lie beyond `computed`, and length decides."""
+        """Put the new states in the place of the old ones. Rejected keys lie beyond `computed`,
+        and length decides."""
+        for buffer, slot, after in step.after:
+            buffer[slot] = after
+
+
+def shapes(spec: LayerSpec, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    """The tensors in which a layer keeps `tokens` tokens; a type other than the cache's own."""
+    if spec.kind == "linear":
+        return [(spec.conv, None), ((spec.heads, spec.dim, spec.values), torch.float32)]
+    keys = (tokens, spec.heads, spec.dim)
+    if spec.kind == "latent":
+        return [(keys, None)]
+    if spec.kind == "sparse":
+        return [(keys, None), ((tokens, spec.index), None)]
+    if spec.kind in ("full", "sliding"):
+        return [(keys, None), ((tokens, spec.heads, spec.values or spec.dim), None)]
+    raise ValueError(f"layers of the kind {spec.kind!r} are sized, but no cache here holds them")
 
 
 class Slots:

@@ -65,8 +65,9 @@ class Config:
     mlp: int
     eps: float
     positions: int  # tokens the model was made for
-    rope: dict  # rope_type, rope_theta and that type's own fields
-    rope_layers: tuple[bool, ...]
+    ropes: tuple[dict, ...]  # rope_type, rope_theta and that type's own fields
+    rope_of: tuple[int | None, ...]  # which of them each layer turns by
+    rotary: int  # how many of a head's dimensions are turned
     tied: bool = False  # logits use the embedding
     qkv_bias: bool = False
     out_bias: bool = False
@@ -94,6 +95,7 @@ class Config:
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
         count, rope = len(specs), _rope(config)
+        ropes, rope_of = (rope,), _rope_layers(config, count)
         bias = flag(config, "attention_bias")
         return cls(
             specs=specs,
@@ -103,8 +105,9 @@ class Config:
             mlp=positive(config, "intermediate_size"),
             eps=number(config, "rms_norm_eps", 1e-6),
             positions=_positions(config, rope),
-            rope=rope,
-            rope_layers=_rope_layers(config, count),
+            ropes=ropes,
+            rope_of=rope_of,
+            rotary=specs[0].dim,
             tied=flag(config, "tie_word_embeddings", family == "smollm3"),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
@@ -115,18 +118,14 @@ class Config:
             **(_experts(config, count) if family == "qwen3_moe" else {}),
         )
 
-    @property
-    def head_dim(self) -> int:
-        return self.specs[0].dim
+
+RUN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")  # model_types
 
 
 def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
     family = config["model_type"]
-    windows = {spec.window for spec in specs if spec.kind == "sliding"}
-    if windows:
-        raise ValueError(
-            f"{family} with sliding_window {max(windows)}: sliding-window layers cannot run yet"
-        )
+    if family not in RUN:
+        raise ValueError(f"model_type {family!r} can be sized, not run; {', '.join(RUN)} can")
     if config.get("quantization_config"):
         raise ValueError(
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
@@ -166,16 +165,16 @@ def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
     return ids
 
 
-def _rope_layers(config: dict, count: int) -> tuple[bool, ...]:
-    """Which layers use rope: all, but SmolLM3 leaves out every fourth."""
+def _rope_layers(config: dict, count: int) -> tuple[int | None, ...]:
+    """Which rope each layer uses: the first, but SmolLM3 has none in every fourth."""
     if config["model_type"] != "smollm3":
-        return (True,) * count
+        return (0,) * count
     if flags := config.get("no_rope_layers"):  # 1 means "with rope", in spite of the name
         if len(flags) != count:
             raise ValueError(f"no_rope_layers names {len(flags)} of {count} layers")
-        return tuple(bool(flag) for flag in flags)
+        return tuple(0 if flag else None for flag in flags)
     interval = positive(config, "no_rope_layer_interval", 4)
-    return tuple((i + 1) % interval != 0 for i in range(count))
+    return tuple(0 if (i + 1) % interval else None for i in range(count))
 
 
 ROPE_FIELDS = {  # rope_type -> the fields it needs
@@ -293,8 +292,10 @@ class Attention:
 
     def __init__(self, take: "Take", layer: int, config: Config):
         self.layer, self.config = layer, config
+        self.rope = config.rope_of[layer]
         prefix = f"model.layers.{layer}.self_attn."
         spec, E = config.specs[layer], config.width
+        self.dim = spec.dim
         self.sizes = (config.heads * spec.dim, spec.heads * spec.dim, spec.heads * spec.dim)
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
         self.qkv, self.qkv_bias = take.linear(names, self.sizes, E, config.qkv_bias)
@@ -306,18 +307,22 @@ class Attention:
             q, k = (take(f"{prefix}{x}_norm.weight", (spec.dim,)) for x in "qk")
             self.qk_norm = torch.cat((q.expand(config.heads, -1), k.expand(spec.heads, -1)))
 
-    def __call__(self, x: Tensor, tables: Tensor, step) -> Tensor:
-        # x (T, E), tables (2, T, 1, D) -> (T, E)
+    def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
+        # x (T, E), tables (2, T, 1, D) of each rope -> (T, E)
         T, H = x.shape[0], self.config.heads
-        heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.config.head_dim)
+        heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.dim)
         G = (heads.shape[1] - H) // 2
         qk = heads[:, : H + G]
         if self.qk_norm is not None:
             qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
-        if self.config.rope_layers[self.layer]:
-            qk = kernels.rope(qk, tables)
+        if self.rope is not None:
+            qk = kernels.rope(qk, tables[self.rope])
         o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])
         return kernels.linear(o.reshape(T, -1), self.out, self.out_bias)
+
+    def names(self) -> dict[int, str]:
+        """What each weight matrix is for, by its id: the lines of a profile."""
+        return {id(self.qkv): "linear q, k, v", id(self.out): "linear out"}
 
 
 class MLP:
@@ -334,6 +339,9 @@ class MLP:
         inner = kernels.linear(x, self.gate_up, self.gate_up_bias)
         inner = kernels.gelu_mul(inner) if self.gelu else kernels.silu_mul(inner)
         return kernels.linear(inner, self.down, self.down_bias)
+
+    def names(self) -> dict[int, str]:
+        return {id(self.gate_up): "linear gate, up", id(self.down): "linear down"}
 
 
 class Experts:
@@ -353,6 +361,25 @@ class Experts:
         if self.config.normalise_experts:
             weights = weights / weights.sum(-1, keepdim=True)
         return kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
+
+    def names(self) -> dict[int, str]:
+        return {id(self.router): "linear router"}
+
+
+@dataclass
+class Layer:
+    """A mixer, which looks at other tokens, then an MLP, each between norms.
+
+    Whether a mixer is Attention or another one is for the layer's LayerSpec to say: `MIXERS`.
+    """
+
+    norm: Tensor
+    mixer: Attention
+    mlp_norm: Tensor
+    mlp: MLP | Experts
+
+
+MIXERS = {"full": Attention, "sliding": Attention}  # by LayerSpec.kind
 
 
 class Model:
@@ -377,17 +404,14 @@ class Model:
         take = Take(tensors, torch.device(device), dtype, quantize)
         V, E = config.vocab, config.width
         self.embedding = take("model.embed_tokens.weight", (V, E))
-        self.layers = []
-        for i in range(len(config.specs)):
+        self.layers: list[Layer] = []
+        for i, spec in enumerate(config.specs):
             prefix = f"model.layers.{i}."
-            attention_norm = take(prefix + "input_layernorm.weight", (E,))
+            norm = take(prefix + "input_layernorm.weight", (E,))
             mlp_norm = take(prefix + "post_attention_layernorm.weight", (E,))
-            attention = Attention(take, i, config)
-            if i in config.expert_layers:
-                mlp = Experts(take, prefix + "mlp.", config)
-            else:
-                mlp = MLP(take, prefix + "mlp.", config)
-            self.layers.append((attention_norm, attention, mlp_norm, mlp))
+            mixer = MIXERS[spec.kind](take, i, config)
+            mlp = Experts if i in config.expert_layers else MLP
+            self.layers.append(Layer(norm, mixer, mlp_norm, mlp(take, prefix + "mlp.", config)))
             if progress:
                 progress(i + 1, len(config.specs))
         self.norm = take("model.norm.weight", (E,))
@@ -397,8 +421,8 @@ class Model:
         else:
             self.head, _ = take.linear(["lm_head"], (V,), E, False, plain=True)
         take.finish()
-        frequencies, self.rope_factor = inverse_frequencies(config.rope, config.head_dim)
-        self.frequencies = frequencies.to(device)
+        turns = [inverse_frequencies(rope, config.rotary) for rope in config.ropes]
+        self.turns = [(frequencies.to(device), factor) for frequencies, factor in turns]
         if self.embedding.device.type == "cpu":
             kernels.keep_freed_memory()  # only now: what loading used is given back
             kernels.use_huge_pages()
@@ -412,14 +436,14 @@ class Model:
         each layer named in `taps`, in the order of the layers.
         """
         eps = self.config.eps
-        tables = kernels.rope_tables(positions, self.frequencies, self.rope_factor)
+        tables = [kernels.rope_tables(positions, *turn) for turn in self.turns]
         x = self.embedding[tokens]
         tapped = []
-        norms = [norm for norm, _, _, _ in self.layers[1:]] + [self.norm]  # each layer's next one
-        normed = kernels.rms_norm(x, self.layers[0][0], eps)
-        for i, (_, attention, mlp_norm, mlp) in enumerate(self.layers):
-            x, normed = kernels.add_norm(x, attention(normed, tables, step), mlp_norm, eps)
-            x, normed = kernels.add_norm(x, mlp(normed), norms[i], eps)
+        norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
+        normed = kernels.rms_norm(x, self.layers[0].norm, eps)
+        for i, layer in enumerate(self.layers):
+            x, normed = kernels.add_norm(x, layer.mixer(normed, tables, step), layer.mlp_norm, eps)
+            x, normed = kernels.add_norm(x, layer.mlp(normed), norms[i], eps)
             if i in taps:
                 tapped.append(x)
         return normed, tapped
@@ -435,18 +459,14 @@ class Model:
     def names(self) -> dict[int, str]:
         """What each weight matrix is for, by its id: the lines of a profile."""
         names = {id(self.head): "logits"}
-        for _, attention, _, mlp in self.layers:
-            names |= {id(attention.qkv): "linear q, k, v", id(attention.out): "linear out"}
-            if isinstance(mlp, Experts):
-                names[id(mlp.router)] = "linear router"
-            else:
-                names |= {id(mlp.gate_up): "linear gate, up", id(mlp.down): "linear down"}
+        for layer in self.layers:
+            names |= layer.mixer.names() | layer.mlp.names()
         return names
 
     def _read_bytes(self) -> int:
         """Bytes of weights one decoded token reads: all but unused experts and embedding rows."""
         unused = 0 if self.config.tied else self.embedding.numel() * self.embedding.element_size()
-        for _, _, _, mlp in self.layers:
+        for mlp in (layer.mlp for layer in self.layers):
             if isinstance(mlp, Experts):
                 each = mlp.gate_up[0].nbytes + mlp.down[0].nbytes
                 unused += each * (self.config.experts - self.config.experts_per_token)
@@ -948,6 +968,8 @@ def _load_gguf(path: Path) -> Checkpoint:
     family, permuted = GGUF_FAMILIES[arch]
     if fields.get(f"{arch}.expert_count") and family != "qwen3_moe":
         raise ValueError(f"{path}: experts in {arch} (Mixtral) are not known here")
+    if window := fields.get(f"{arch}.attention.sliding_window"):
+        raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
@@ -980,8 +1002,6 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
         "intermediate_size": get("feed_forward_length"),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "sliding_window": get("attention.sliding_window"),
-        "use_sliding_window": bool(get("attention.sliding_window")),
         "vocab_size": shapes.get("token_embd.weight", [0])[0],
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes and family != "qwen2",

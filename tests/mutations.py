@@ -901,7 +901,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "model.py",
-        "        if self.config.rope_layers[self.layer]:",
+        "        if self.rope is not None:",
         "        if True:",
         "3: layers without rope are turned",
         "tests/test_model.py -k logits and smollm3",

@@ -722,12 +722,13 @@ def test_stale_content_of_a_block_that_is_used_again_is_never_read():
     for keep in (0, 2):  # a block that another one had, and a table that begins with shared ones
         new.tables = [[*old.tables[0][:keep], *old.tables[0][keep:][::-1]]]
         new.computed = keep * S
-        for buffer in pair.plain.buffers:
-            buffer[:, 1] = torch.nan
-            buffer[:, 1, : keep * S] = buffer[:, 0, : keep * S]
+        for buffer in pair.plain.buffers[0]:
+            buffer[1] = torch.nan
+            buffer[1, : keep * S] = buffer[0, : keep * S]
         for n in (3, 1, 8, 1):
             assert pair.advance([(new, n)]).isfinite().all()
-        pair.plain.buffers[0][:, 0] = torch.nan
+        for buffer in pair.plain.buffers[0]:
+            buffer[0] = torch.nan
         old.computed = 0
         pair.advance([(old, 40)])
 

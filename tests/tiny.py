@@ -28,6 +28,7 @@ def request(tokens, slot=0, computed=0, draft=(), samples=1) -> SimpleNamespace:
 
 def garbage(cache: kv_cache.ContiguousCache) -> kv_cache.ContiguousCache:
     """Fill a cache with NaN: whatever is read without having been written shows."""
-    for buffer in cache.buffers:
-        buffer.fill_(torch.nan)
+    for layer in cache.buffers:
+        for buffer in layer:
+            buffer.fill_(torch.nan)
     return cache

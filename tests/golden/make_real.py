@@ -72,7 +72,7 @@ PROMPTS = {  # name -> messages (through the template) or text (raw)
 def reference(checkpoint) -> LlamaForCausalLM:
     """transformers' model over the same float32 tensors."""
     c = checkpoint.config
-    assert c.rope["rope_type"] == "default" and all(c.rope_layers) and not c.qkv_bias
+    assert c.ropes[0]["rope_type"] == "default" and None not in c.rope_of and not c.qkv_bias
     config = LlamaConfig(
         vocab_size=c.vocab,
         hidden_size=c.width,
@@ -83,7 +83,7 @@ def reference(checkpoint) -> LlamaForCausalLM:
         head_dim=c.head_dim,
         max_position_embeddings=c.positions,
         rms_norm_eps=c.eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope["rope_theta"]},
+        rope_parameters={"rope_type": "default", "rope_theta": c.ropes[0]["rope_theta"]},
         tie_word_embeddings=c.tied,
     )
     llama = LlamaForCausalLM(config).eval()

@@ -28,6 +28,7 @@ Try           python kv_cache.py                     bytes and FLOPs against len
 Imports       kernels (plain attention).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -182,6 +183,20 @@ def _kinds(config: dict, count: int) -> list[int | str]:
 def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
     """Bytes one more token takes, over all layers that grow with the context."""
     return sum(s.elements_per_token for s in specs if s.grows) * element_bytes
+
+
+def block_bytes(spec: LayerSpec, tokens: int, element_bytes: int) -> int:
+    """Bytes in which one layer keeps a block of tokens; of a linear one, its state."""
+    parts = shapes(spec, tokens)
+    return sum(
+        math.prod(shape) * (kind.itemsize if kind else element_bytes) for shape, kind in parts
+    )
+
+
+def stored_bytes(specs: list[LayerSpec], tokens: int, element_bytes: int) -> int:
+    """Bytes that a request of so many tokens takes, over all layers."""
+    kept = [min(tokens, s.window) if s.window else tokens for s in specs]
+    return sum(block_bytes(spec, count, element_bytes) for spec, count in zip(specs, kept))
 
 
 # ---------------------------------------------------------------- a step's view of the cache
@@ -370,7 +385,7 @@ class Slots:
     def limit(self, request, n: int) -> int:
         return n
 
-    def grow(self, request, n: int) -> bool:
+    def grow(self, request, n: int, ahead: int = 0) -> bool:
         """Make sure the request has room for n more tokens: its slot has room for all."""
         if request.slot is None:
             if not self.free:

@@ -28,10 +28,14 @@ FAMILIES = [
     "llama2", "llama3", "llama_linear", "llama_yarn", "llama_bias", "llama_gelu", "smollm2",
     "smollm3",
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
+    "mistral_sliding", "qwen2_sliding", "gemma3", "gemma3_old",
 ]  # fmt: skip
 # llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
-# routing weights that are not normalised, or for an activation: it knows the published models only
-NOT_GGUF = ("smollm3_listed", "qwen3_moe_mixed", "llama_gelu")
+# routing weights that are not normalised, for an activation, for windows of Mistral and Qwen, or
+# for biases and irregular windows of Gemma: it knows the published models only
+NOT_GGUF = (
+    "smollm3_listed", "qwen3_moe_mixed", "llama_gelu", "mistral_sliding", "qwen2_sliding", "gemma3",
+)  # fmt: skip
 GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
 torch.set_num_threads(1)
@@ -474,6 +478,8 @@ def test_logits_and_greedy_tokens_are_the_reference_s(family):
 def in_style(config, version):
     """The same config with rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
     config = json.loads(json.dumps(config))
+    if config["model_type"] == "gemma3_text":
+        return gemma_in_style(config, version)
     base, scaling = rope_of(config)
     dtype = config.pop("torch_dtype", None) or config.pop("dtype", None)
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
@@ -483,6 +489,19 @@ def in_style(config, version):
         return {**config, "rope_theta": base, "rope_scaling": scaling or None, "torch_dtype": dtype}
     rope = {**(scaling or {"rope_type": "default"}), "rope_theta": base}
     return {**config, "rope_parameters": rope, "dtype": dtype}
+
+
+def gemma_in_style(config, version):
+    """A base for layers that see all, another for those that slide."""
+    nested = config.pop("rope_parameters", {})
+    full = {"rope_theta": config.pop("rope_theta", None), **(config.pop("rope_scaling", None) or {})}
+    full |= nested.get("full_attention", {})
+    base = config.pop("rope_local_base_freq", None) or nested["sliding_attention"]["rope_theta"]
+    if version == 4:
+        theta = full.pop("rope_theta")
+        return {**config, "rope_theta": theta, "rope_local_base_freq": base, "rope_scaling": full}
+    sliding = {"rope_theta": base, "rope_type": "default"}
+    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -995,6 +1014,7 @@ def expect_refused(action, *words):
         assert word in message, f"{word!r} is not in: {message}"
 
 
+GEMMA = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh"}
 LONGROPE = {
     "rope_type": "longrope",
     "factor": 4.0,

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -744,6 +744,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
+    tensors = _text_tensors(_safetensors(folder)) if tensors is None else tensors
     settings = _json(folder / "special_tokens_map.json", absent={})
     settings |= _json(folder / "tokenizer_config.json", absent={})
     tokenizer = _json(folder / "tokenizer.json", absent={})
@@ -753,7 +754,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
             token["special"] = token.get("special", False) or token.get("content") in named.values()
     return Checkpoint(
         config,
-        _safetensors(folder) if tensors is None else tensors,
+        tensors,
         tokenizer or None,
         _template(folder, settings),
         _json(folder / "generation_config.json", absent={}),
@@ -811,6 +812,16 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: truncated or not safetensors ({error})")
     return tensors
+
+
+def _text_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A text model's tensors as if it were alone: beside a vision tower, published checkpoints
+    name them language_model.model.* or (newer) model.language_model.*."""
+    if not any("language_model." in name for name in tensors):
+        return tensors
+    vision = ("vision_tower.", "multi_modal_projector.")
+    text = {n: t for n, t in tensors.items() if not n.removeprefix("model.").startswith(vision)}
+    return {name.replace("language_model.", "", 1): tensor for name, tensor in text.items()}
 
 
 # ---------------------------------------------------------------- random weights
@@ -939,6 +950,7 @@ class GGUFTensors(Mapping):
     def __init__(self, path: Path, infos: list, config: Config, permuted: bool):
         self.data = np.memmap(path, mode="r")
         self.config, self.permuted = config, permuted
+        self.blocks = {**GGUF_BLOCK, **(GGUF_SANDWICH if config.sandwich else {})}
         # rope_freqs is in the config already
         self.infos = {name: rest for name, *rest in infos if name != "rope_freqs.weight"}
         self.names = dict(self._names())
@@ -951,7 +963,7 @@ class GGUFTensors(Mapping):
                 yield f"{GGUF_NAMES.get(part, part)}.{kind}", (name, None)
                 continue
             _, layer, inner = part.split(".", 2)
-            theirs = f"model.layers.{layer}.{GGUF_BLOCK.get(inner, inner)}.{kind}"
+            theirs = f"model.layers.{layer}.{self.blocks.get(inner, inner)}.{kind}"
             experts = range(self.config.experts) if inner.endswith("_exps") else [None]
             for expert in experts:
                 yield theirs.format(expert), (name, expert)
@@ -1046,12 +1058,18 @@ GGUF_BLOCK = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GGUF_SANDWICH = {  # of norms: the one before the MLP is another
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "llama": ("llama", True),
     "smollm3": ("smollm3", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
+    "gemma3": ("gemma3_text", False),
 }
 GGUF_PARSED = 3  # raise when what `_parse_gguf` returns changes
 
@@ -1065,9 +1083,11 @@ def _load_gguf(path: Path) -> Checkpoint:
     family, permuted = GGUF_FAMILIES[arch]
     if fields.get(f"{arch}.expert_count") and family != "qwen3_moe":
         raise ValueError(f"{path}: experts in {arch} (Mixtral) are not known here")
-    if window := fields.get(f"{arch}.attention.sliding_window"):
+    window = fields.get(f"{arch}.attention.sliding_window")
+    if window and family != "gemma3_text":
         raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
+    config = replace(config, less_one=False)  # llama.cpp's converter added it
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
     stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -1114,7 +1134,27 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
     if family == "qwen3_moe":
         layers = range(get("block_count", 0))
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_up.weight" in shapes]
+    if family == "gemma3_text":
+        config |= _gguf_gemma(get, config)
     return {k: v for k, v in config.items() if v is not None}
+
+
+def _gguf_gemma(get, config: dict) -> dict:
+    """What Gemma 3 adds. Files say neither all of it nor (27B, of 62 layers) how q . k is scaled:
+    llama.cpp knows the published models."""
+    width, heads, dim = (config.get(x) for x in ("hidden_size", "num_attention_heads", "head_dim"))
+    sliding = {"rope_theta": get("rope.freq_base_swa", 1e4)}
+    more = {
+        "sliding_window": get("attention.sliding_window"),
+        "sliding_window_pattern": get("attention.sliding_window_pattern", 6),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": sliding,
+        },
+        "query_pre_attn_scalar": width // heads if config["num_hidden_layers"] == 62 else dim,
+    }
+    capped = ("attn_logit_softcapping", "final_logit_softcapping")
+    return more | {name: get(name) for name in capped}
 
 
 def _gguf_rope(get, path: Path, infos: list) -> dict:

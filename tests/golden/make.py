@@ -542,8 +542,7 @@ def write_checkpoint(folder, config, generation, shards, seed):
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: draw_tensor(name, shape, config, generator)
-        for name, shape in shapes(config).items()
+        name: draw_tensor(name, shape, config, generator) for name, shape in shapes(config).items()
     }
     save_sharded(folder, tensors, shards)
     return torch.randint(0, config["vocab_size"], (PROMPT_TOKENS,), generator=generator)

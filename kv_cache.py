@@ -176,7 +176,7 @@ def _kinds(config: dict, count: int) -> list[int | str]:
         default = positive(config, "_sliding_window_pattern", 6)
         every = positive(config, "sliding_window_pattern", default)
         return [window if (layer + 1) % every else 0 for layer in range(count)]
-    first = config.get("max_window_layers") or 0 if "use_sliding_window" in config else 0
+    first = config.get("max_window_layers", 28) or 0 if "use_sliding_window" in config else 0
     return [window if layer >= first else 0 for layer in range(count)]
 
 

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -74,6 +74,10 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False
     gelu: bool = False  # in the MLP, instead of silu
+    scale: float | None = None  # of the products q . k; None: 1 / sqrt(head size)
+    embedding_scale: float = 1.0
+    sandwich: bool = False  # what attention and MLP add is normed too
+    less_one: bool = False  # norm weights are stored less 1
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
@@ -91,11 +95,12 @@ class Config:
 
     @classmethod
     def _from_hf(cls, config: dict) -> "Config":
+        config = _text(config)
         family = config.get("model_type")
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
-        count, rope = len(specs), _rope(config)
-        ropes, rope_of = (rope,), _rope_layers(config, count)
+        count = len(specs)
+        ropes, rope_of = _ropes(config, specs)
         bias = flag(config, "attention_bias")
         return cls(
             specs=specs,
@@ -104,22 +109,26 @@ class Config:
             heads=config["num_attention_heads"],
             mlp=positive(config, "intermediate_size"),
             eps=number(config, "rms_norm_eps", 1e-6),
-            positions=_positions(config, rope),
+            positions=_positions(config, ropes[0]),
             ropes=ropes,
             rope_of=rope_of,
             rotary=specs[0].dim,
-            tied=flag(config, "tie_word_embeddings", family == "smollm3"),
+            tied=flag(config, "tie_word_embeddings", family in ("smollm3", "gemma3_text")),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
             mlp_bias=flag(config, "mlp_bias"),
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            gelu=config.get("hidden_act") == "gelu_pytorch_tanh",
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+            gelu=config.get("hidden_act") == "gelu_pytorch_tanh" or family == "gemma3_text",
             stop_ids=ids_of(config.get("eos_token_id")),
             **(_experts(config, count) if family == "qwen3_moe" else {}),
+            **(_gemma(config) if family == "gemma3_text" else {}),
         )
 
 
-RUN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")  # model_types
+RUN = (  # model_types
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text",
+)  # fmt: skip
+WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text")  # those whose windows are checked
 
 
 def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
@@ -138,6 +147,40 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         raise ValueError(f"mlp_bias is not known in {family}")
     if specs[0].dim % 2:
         raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
+    if family not in WINDOWED and any(spec.kind == "sliding" for spec in specs):
+        raise ValueError(f"a sliding window is not known in {family}")
+    if family == "gemma3_text":
+        _refuse_gemma(config)
+
+
+def _refuse_gemma(config: dict):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name) is not None:
+            raise ValueError(f"{name} {config[name]!r} is not known in gemma3_text")
+    if flag(config, "use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention is not known in gemma3_text")
+    if config.get("hidden_activation", GELU) != GELU:
+        raise ValueError(f"hidden_activation {config['hidden_activation']!r} is not {GELU}")
+
+
+def _gemma(config: dict) -> dict:
+    """The fields of Gemma 3 alone (Gemma Team 2503.19786)."""
+    return {
+        "scale": number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "sandwich": True,
+        "less_one": True,
+    }
+
+
+def _text(config: dict) -> dict:
+    """The text model's config: that of Gemma 3 with vision is nested, and says what differs
+    from transformers' defaults only."""
+    if config.get("model_type") != "gemma3":
+        return config
+    outside = ("eos_token_id", "tie_word_embeddings", "quantization_config")
+    outer = {name: config.get(name) for name in outside}
+    return {"model_type": "gemma3_text", **GEMMA, **outer, **config["text_config"]}
 
 
 def _experts(config: dict, count: int) -> dict:
@@ -163,6 +206,31 @@ def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
     if any(type(i) is not int for i in ids):
         raise ValueError(f"eos_token_id {value!r} is neither a token id nor a list of them")
     return ids
+
+
+GELU = "gelu_pytorch_tanh"
+GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B leaves out
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+
+
+def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | None, ...]]:
+    """The ropes, and which of them each layer uses: Gemma 3 has another one where it slides."""
+    if config["model_type"] != "gemma3_text":
+        return (_rope(config),), _rope_layers(config, len(specs))
+    by_kind = config.get("rope_parameters") or {}
+    if unknown := set(by_kind) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"rope_parameters by layer type: {', '.join(sorted(unknown))} is neither")
+    full = {**(by_kind.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    sliding = dict(by_kind.get("sliding_attention") or {})
+    full.setdefault("rope_theta", config.get("rope_theta", 1e6))
+    sliding.setdefault("rope_theta", config.get("rope_local_base_freq", 1e4))
+    ropes = [_rope({**config, "rope_parameters": rope}) for rope in (full, sliding)]
+    return tuple(ropes), tuple(int(spec.kind == "sliding") for spec in specs)
 
 
 def _rope_layers(config: dict, count: int) -> tuple[int | None, ...]:
@@ -304,7 +372,7 @@ class Attention:
         )
         self.qk_norm = None
         if config.qk_norm:  # (H + G, D): a line for each head
-            q, k = (take(f"{prefix}{x}_norm.weight", (spec.dim,)) for x in "qk")
+            q, k = (take.norm(f"{prefix}{x}_norm", spec.dim, config) for x in "qk")
             self.qk_norm = torch.cat((q.expand(config.heads, -1), k.expand(spec.heads, -1)))
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
@@ -317,7 +385,8 @@ class Attention:
             qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
         if self.rope is not None:
             qk = kernels.rope(qk, tables[self.rope])
-        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])
+        scale = self.config.scale
+        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :], scale=scale)
         return kernels.linear(o.reshape(T, -1), self.out, self.out_bias)
 
     def names(self) -> dict[int, str]:
@@ -368,7 +437,8 @@ class Experts:
 
 @dataclass
 class Layer:
-    """A mixer, which looks at other tokens, then an MLP, each between norms.
+    """A mixer, which looks at other tokens, then an MLP, each after a norm; in a sandwich of
+    norms also before one.
 
     Whether a mixer is Attention or another one is for the layer's LayerSpec to say: `MIXERS`.
     """
@@ -377,6 +447,12 @@ class Layer:
     mixer: Attention
     mlp_norm: Tensor
     mlp: MLP | Experts
+    mixed_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else kernels.rms_norm(x, weight, eps)
 
 
 MIXERS = {"full": Attention, "sliding": Attention}  # by LayerSpec.kind
@@ -407,20 +483,23 @@ class Model:
         self.layers: list[Layer] = []
         for i, spec in enumerate(config.specs):
             prefix = f"model.layers.{i}."
-            norm = take(prefix + "input_layernorm.weight", (E,))
-            mlp_norm = take(prefix + "post_attention_layernorm.weight", (E,))
+            norm, mlp_norm, *more = (
+                take.norm(prefix + name, E, config) for name in layer_norms(config)
+            )
             mixer = MIXERS[spec.kind](take, i, config)
-            mlp = Experts if i in config.expert_layers else MLP
-            self.layers.append(Layer(norm, mixer, mlp_norm, mlp(take, prefix + "mlp.", config)))
+            mlp = (Experts if i in config.expert_layers else MLP)(take, prefix + "mlp.", config)
+            self.layers.append(Layer(norm, mixer, mlp_norm, mlp, *more))
             if progress:
                 progress(i + 1, len(config.specs))
-        self.norm = take("model.norm.weight", (E,))
+        self.norm = take.norm("model.norm", E, config)
         if config.tied:
             take.same("lm_head.weight", "model.embed_tokens.weight")
             self.head = kernels.pack(self.embedding)
         else:
             self.head, _ = take.linear(["lm_head"], (V,), E, False, plain=True)
         take.finish()
+        # rounded as a weight is: so the models were trained (transformers#29402)
+        self.scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         turns = [inverse_frequencies(rope, config.rotary) for rope in config.ropes]
         self.turns = [(frequencies.to(device), factor) for frequencies, factor in turns]
         if self.embedding.device.type == "cpu":
@@ -438,12 +517,16 @@ class Model:
         eps = self.config.eps
         tables = [kernels.rope_tables(positions, *turn) for turn in self.turns]
         x = self.embedding[tokens]
+        if self.scale != 1:
+            x = x * self.scale
         tapped = []
         norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
         normed = kernels.rms_norm(x, self.layers[0].norm, eps)
         for i, layer in enumerate(self.layers):
-            x, normed = kernels.add_norm(x, layer.mixer(normed, tables, step), layer.mlp_norm, eps)
-            x, normed = kernels.add_norm(x, layer.mlp(normed), norms[i], eps)
+            mixed = _normed(layer.mixer(normed, tables, step), layer.mixed_norm, eps)
+            x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
+            inner = _normed(layer.mlp(normed), layer.mlp_out_norm, eps)
+            x, normed = kernels.add_norm(x, inner, norms[i], eps)
             if i in taps:
                 tapped.append(x)
         return normed, tapped
@@ -489,13 +572,19 @@ class Take:
         self.left = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
         self.nbytes = 0
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...], dtype=None) -> Tensor:
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor {name}, of shape {list(shape)}")
-        tensor = self.tensors[name].to(self.device, self.dtype)
+        tensor = self.tensors[name].to(self.device, dtype or self.dtype)
         self._consume(name, shape, tensor.shape)
         self.nbytes += tensor.numel() * tensor.element_size()
         return tensor
+
+    def norm(self, name: str, width: int, config: Config) -> Tensor:
+        """A norm's weight; one stored less 1 in float32, for 1 + w in bfloat16 is not w's."""
+        if config.less_one:
+            return self(f"{name}.weight", (width,), torch.float32) + 1
+        return self(f"{name}.weight", (width,))
 
     def _consume(self, name: str, wanted: tuple[int, ...], found):
         if tuple(found) != wanted:
@@ -655,6 +744,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
+    tensors = _text_tensors(_safetensors(folder)) if tensors is None else tensors
     settings = _json(folder / "special_tokens_map.json", absent={})
     settings |= _json(folder / "tokenizer_config.json", absent={})
     tokenizer = _json(folder / "tokenizer.json", absent={})
@@ -664,7 +754,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
             token["special"] = token.get("special", False) or token.get("content") in named.values()
     return Checkpoint(
         config,
-        _safetensors(folder) if tensors is None else tensors,
+        tensors,
         tokenizer or None,
         _template(folder, settings),
         _json(folder / "generation_config.json", absent={}),
@@ -724,7 +814,25 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _text_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A text model's tensors as if it were alone: beside a vision tower, published checkpoints
+    name them language_model.model.* or (newer) model.language_model.*."""
+    if not any("language_model." in name for name in tensors):
+        return tensors
+    vision = ("vision_tower.", "multi_modal_projector.")
+    text = {n: t for n, t in tensors.items() if not n.removeprefix("model.").startswith(vision)}
+    return {name.replace("language_model.", "", 1): tensor for name, tensor in text.items()}
+
+
 # ---------------------------------------------------------------- random weights
+
+
+def layer_norms(config: Config) -> tuple[str, ...]:
+    """A layer's norms: before the mixer, before the MLP, and in a sandwich after each."""
+    if not config.sandwich:
+        return "input_layernorm", "post_attention_layernorm"
+    before = "input_layernorm", "pre_feedforward_layernorm"
+    return *before, "post_attention_layernorm", "post_feedforward_layernorm"
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -744,8 +852,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
     for i, spec in enumerate(config.specs):
         layer = f"model.layers.{i}."
-        table[layer + "input_layernorm.weight"] = (E,)
-        table[layer + "post_attention_layernorm.weight"] = (E,)
+        table |= {f"{layer}{name}.weight": (E,) for name in layer_norms(config)}
         linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
         linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
         linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
@@ -769,7 +876,7 @@ class RandomTensors(Mapping):
     """A checkpoint's tensors made up as they are asked for: each is a piece of one random tape,
     which repeats, so that making them costs no more than writing them.
 
-    Matrices have variance 1 / width, norms are near 1. The tape's length is prime: rows of a
+    Matrices have variance 1 / width, norms are near 1 (or 0, where 1 is added). The tape's length is prime: rows of a
     matrix, of whatever width, begin at other places of it. The same on every device, but for
     rounding.
     """
@@ -780,6 +887,7 @@ class RandomTensors(Mapping):
         self.shapes, self.device, self.dtype = shapes(config), torch.device(device), dtype
         draw = torch.Generator().manual_seed(0)
         self.tape = torch.randn(self.TAPE, generator=draw).to(self.device, dtype)
+        self.norms = 0 if config.less_one else 1
         self.starts = {name: 7919 * i % self.TAPE for i, name in enumerate(self.shapes)}
 
     @property
@@ -795,7 +903,7 @@ class RandomTensors(Mapping):
             count = min(len(flat) - done, self.TAPE - at)
             torch.mul(self.tape[at : at + count], scale, out=flat[done : done + count])
             done, at = done + count, 0
-        return (flat + 1 if "norm" in name else flat).view(shape)
+        return (flat + self.norms if "norm" in name else flat).view(shape)
 
     def __contains__(self, name):
         return name in self.shapes  # Mapping's own would make the tensor
@@ -842,6 +950,7 @@ class GGUFTensors(Mapping):
     def __init__(self, path: Path, infos: list, config: Config, permuted: bool):
         self.data = np.memmap(path, mode="r")
         self.config, self.permuted = config, permuted
+        self.blocks = {**GGUF_BLOCK, **(GGUF_SANDWICH if config.sandwich else {})}
         # rope_freqs is in the config already
         self.infos = {name: rest for name, *rest in infos if name != "rope_freqs.weight"}
         self.names = dict(self._names())
@@ -854,7 +963,7 @@ class GGUFTensors(Mapping):
                 yield f"{GGUF_NAMES.get(part, part)}.{kind}", (name, None)
                 continue
             _, layer, inner = part.split(".", 2)
-            theirs = f"model.layers.{layer}.{GGUF_BLOCK.get(inner, inner)}.{kind}"
+            theirs = f"model.layers.{layer}.{self.blocks.get(inner, inner)}.{kind}"
             experts = range(self.config.experts) if inner.endswith("_exps") else [None]
             for expert in experts:
                 yield theirs.format(expert), (name, expert)
@@ -949,12 +1058,18 @@ GGUF_BLOCK = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GGUF_SANDWICH = {  # of norms: the one before the MLP is another
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "llama": ("llama", True),
     "smollm3": ("smollm3", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
+    "gemma3": ("gemma3_text", False),
 }
 GGUF_PARSED = 3  # raise when what `_parse_gguf` returns changes
 
@@ -968,9 +1083,11 @@ def _load_gguf(path: Path) -> Checkpoint:
     family, permuted = GGUF_FAMILIES[arch]
     if fields.get(f"{arch}.expert_count") and family != "qwen3_moe":
         raise ValueError(f"{path}: experts in {arch} (Mixtral) are not known here")
-    if window := fields.get(f"{arch}.attention.sliding_window"):
+    window = fields.get(f"{arch}.attention.sliding_window")
+    if window and family != "gemma3_text":
         raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
+    config = replace(config, less_one=False)  # llama.cpp's converter added it
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
     stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -1017,7 +1134,27 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
     if family == "qwen3_moe":
         layers = range(get("block_count", 0))
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_up.weight" in shapes]
+    if family == "gemma3_text":
+        config |= _gguf_gemma(get, config)
     return {k: v for k, v in config.items() if v is not None}
+
+
+def _gguf_gemma(get, config: dict) -> dict:
+    """What Gemma 3 adds. Files say neither all of it nor (27B, of 62 layers) how q . k is scaled:
+    llama.cpp knows the published models."""
+    width, heads, dim = (config.get(x) for x in ("hidden_size", "num_attention_heads", "head_dim"))
+    sliding = {"rope_theta": get("rope.freq_base_swa", 1e4)}
+    more = {
+        "sliding_window": get("attention.sliding_window"),
+        "sliding_window_pattern": get("attention.sliding_window_pattern", 6),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": sliding,
+        },
+        "query_pre_attn_scalar": width // heads if config["num_hidden_layers"] == 62 else dim,
+    }
+    capped = ("attn_logit_softcapping", "final_logit_softcapping")
+    return more | {name: get(name) for name in capped}
 
 
 def _gguf_rope(get, path: Path, infos: list) -> dict:
@@ -1371,7 +1508,7 @@ def random(config: Config, seed: int = 0) -> Checkpoint:
     tensors = {}
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=draw) * (0.3 if len(shape) == 1 else 0.2)
-        tensors[name] = values + 1 if "norm" in name else values
+        tensors[name] = values + 1 if "norm" in name and not config.less_one else values
     return Checkpoint(config, tensors, name="random")
 
 

@@ -339,7 +339,83 @@ def families():
             "head_dim": 8,
         },
     )
+    add_windows(add, mistral, qwen)
     return table
+
+
+def add_windows(add, mistral, qwen):
+    """Families whose layers see a window: shorter than the prompt, so that it is crossed."""
+    add(
+        "mistral_sliding",
+        {
+            **mistral,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": 11,
+        },
+    )
+    # the first layer sees all; layers from the second on slide
+    add(
+        "qwen2_sliding",
+        {**qwen, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    )
+    gemma = dict(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        query_pre_attn_scalar=20,
+        sliding_window=9,
+        attention_bias=False,
+        attention_dropout=0.0,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        bos_token_id=2,
+        eos_token_id=[1, 3],
+        pad_token_id=0,
+        use_cache=True,
+    )
+    # as Gemma 3 was published; scaled where a layer sees all, like the sizes from 4B on
+    add(
+        "gemma3_old",
+        {
+            **gemma,
+            "sliding_window_pattern": 2,
+            "rope_theta": 2000.0,
+            "rope_local_base_freq": 40.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.50.0",
+        },
+    )
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    ropes = {"full_attention": 3000.0, "sliding_attention": 50.0}
+    add(
+        "gemma3",
+        {
+            **gemma,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 13,
+            "tie_word_embeddings": False,
+            "layer_types": kinds,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": base} for kind, base in ropes.items()
+            },
+            "use_bidirectional_attention": False,
+            "dtype": "bfloat16",
+            "transformers_version": "5.0.0",
+        },
+    )
 
 
 def fresh(name, config, draw):
@@ -358,8 +434,16 @@ def fresh(name, config, draw):
     if "head_dim" in config:
         # where a family names head_dim, it need not be hidden_size / heads
         config["head_dim"] = draw.choice([6, 8, 16, 20])
-    rope = config.get("rope_parameters") or config
-    rope["rope_theta"] = draw.choice([500.0, 10000.0, 1000000.0])
+    by_kind = config.get("rope_parameters") or config
+    ropes = [rope for rope in by_kind.values() if isinstance(rope, dict) and "rope_theta" in rope]
+    for rope in ropes or [by_kind]:
+        rope["rope_theta"] = draw.choice([500.0, 10000.0, 1000000.0])
+    if "rope_local_base_freq" in config:
+        config["rope_local_base_freq"] = draw.choice([30.0, 700.0])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        config["sliding_window"] = draw.choice([8, 10, 17, 24])
+    if "query_pre_attn_scalar" in config:
+        config["query_pre_attn_scalar"] = draw.choice([5, 16, 31])
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "factor" in scaling:
         scaling["factor"] = draw.choice([2.0, 3.5, 8.0])
@@ -383,7 +467,7 @@ def shapes(config):
     kind = config["model_type"]
     attention_bias = config.get("attention_bias", False)
     names = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
-    if not config["tie_word_embeddings"]:
+    if not tied(config):
         names["lm_head.weight"] = (V, E)
 
     def linear(name, out, into, bias):
@@ -400,11 +484,14 @@ def shapes(config):
         layer = f"model.layers.{i}"
         names[layer + ".input_layernorm.weight"] = (E,)
         names[layer + ".post_attention_layernorm.weight"] = (E,)
+        if kind == "gemma3_text":
+            names[layer + ".pre_feedforward_layernorm.weight"] = (E,)
+            names[layer + ".post_feedforward_layernorm.weight"] = (E,)
         linear(layer + ".self_attn.q_proj", H * D, E, attention_bias or kind == "qwen2")
         linear(layer + ".self_attn.k_proj", G * D, E, attention_bias or kind == "qwen2")
         linear(layer + ".self_attn.v_proj", G * D, E, attention_bias or kind == "qwen2")
         linear(layer + ".self_attn.o_proj", E, H * D, attention_bias)
-        if kind in ("qwen3", "qwen3_moe"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             names[layer + ".self_attn.q_norm.weight"] = (D,)
             names[layer + ".self_attn.k_norm.weight"] = (D,)
         sparse = (
@@ -421,16 +508,23 @@ def shapes(config):
     return names
 
 
-def draw_tensor(name, shape, tied, generator):
-    """Norm weights 0.1 to 0.6 away from 1; biases 0.2 to 0.8 away from 0; matrices by width."""
+def tied(config):
+    """Whether logits use the embedding; Gemma 3 says so by saying nothing."""
+    return config.get("tie_word_embeddings", config["model_type"] == "gemma3_text")
+
+
+def draw_tensor(name, shape, config, generator):
+    """Norm weights 0.1 to 0.6 away from 1 (from 0 where 1 is added); biases 0.2 to 0.8 away from
+    0; matrices by width."""
     if "norm" in name:
         away = 0.1 + 0.5 * torch.rand(shape, generator=generator)
-        return 1 + away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
+        middle = 0 if config["model_type"] == "gemma3_text" else 1
+        return middle + away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
     if name.endswith(".bias"):
         away = 0.2 + 0.6 * torch.rand(shape, generator=generator)
         return away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
     value = torch.randn(shape, generator=generator)
-    if "embed_tokens" in name and not tied:
+    if "embed_tokens" in name and not tied(config):
         return value
     # queries and keys a little larger: nearly uniform attention would hide errors of position
     gain = 1.4 if "q_proj" in name or "k_proj" in name else 1.0
@@ -448,8 +542,7 @@ def write_checkpoint(folder, config, generation, shards, seed):
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: draw_tensor(name, shape, config["tie_word_embeddings"], generator)
-        for name, shape in shapes(config).items()
+        name: draw_tensor(name, shape, config, generator) for name, shape in shapes(config).items()
     }
     save_sharded(folder, tensors, shards)
     return torch.randint(0, config["vocab_size"], (PROMPT_TOKENS,), generator=generator)

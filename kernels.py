@@ -226,6 +226,45 @@ def norm_kernel(
     tl.store(out + at, h.to(out.dtype.element_ty), mask=e < E)
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of each head of x times silu(gate), all (T, H, D), with one weight (D,) for all
+    heads: float32 up to the end. A row of x or gate may lie in a wider one."""
+    if on_triton(x):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gated_norm_kernel[(x.shape[0],)](
+            x,
+            gate,
+            weight,
+            out,
+            x.stride(0),
+            gate.stride(0),
+            eps,
+            **gated_norm_config(*x.shape[1:]),
+        )
+        return out
+    return rms_norm(x.float(), weight, eps).mul_(F.silu(gate.float())).to(x.dtype)
+
+
+def gated_norm_config(heads: int, dim: int) -> dict:
+    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(dim)}
+    return {"H": heads, "D": dim, **blocks, "num_warps": 8}
+
+
+@jit
+def gated_norm_kernel(
+    x, gate, weight, out, x_stride, gate_stride, eps,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < H) & (d < D)
+    y = tl.load(x + row * x_stride + h * D + d, mask=inside, other=0).to(tl.float32)
+    z = tl.load(gate + row * gate_stride + h * D + d, mask=inside, other=0).to(tl.float32)
+    y *= 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+    y *= tl.load(weight + d, mask=d < D, other=0).to(tl.float32) * z * tl.sigmoid(z)
+    tl.store(out + row * H * D + h * D + d, y.to(out.dtype.element_ty), mask=inside)
+
+
 def rope_tables(positions: Tensor, inverse_frequencies: Tensor, factor: float) -> Tensor:
     """Cosine and signed sine of every position's angles, once a step: (2, T, 1, D).
 
@@ -238,43 +277,53 @@ def rope_tables(positions: Tensor, inverse_frequencies: Tensor, factor: float) -
 
 
 def rope(x: Tensor, tables: Tensor) -> Tensor:
-    """Turn every pair (x[i], x[i + D/2]) of x (T, heads, D) by its angle (Su et al. 2021).
+    """Turn every pair (x[i], x[i + R/2]) of x (T, heads, D) by its angle (Su et al. 2021).
 
-    With the sine's sign in the table, the partner of each coordinate is the other half:
+    tables (2, T, 1, R): what follows the first R <= D numbers of a head stays as it is. With
+    the sine's sign in the table, the partner of each coordinate is the other half:
     out = x * cos + swap(x) * sin.
     """
+    (_, heads, dim), turned = x.shape, tables.shape[-1]
     if on_triton(x):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rope_kernel[(x.shape[0],)](x, tables, out, x.stride(0), **rope_config(*x.shape[1:]))
+        config = rope_config(heads, dim, turned)
+        rope_kernel[(x.shape[0],)](x, tables, out, x.stride(0), **config)
         return out
+    if turned < dim:
+        return torch.cat((rope(x[..., :turned], tables), x[..., turned:]), -1)
     cos, sin = tables
     half = x.shape[-1] // 2
     return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
 
 
-def rope_config(heads: int, dim: int) -> dict:
-    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(dim // 2)}
-    return {"H": heads, "D": dim, **blocks, "num_warps": 4}
+def rope_config(heads: int, dim: int, turned: int) -> dict:
+    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(turned // 2)}
+    rest = power_of_2(dim - turned) if turned < dim else 0
+    return {"H": heads, "D": dim, "R": turned, **blocks, "BLOCK_REST": rest, "num_warps": 4}
 
 
 @jit
 def rope_kernel(
-    x, cos_sin, out, x_stride,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, cos_sin, out, x_stride, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    HALF: tl.constexpr = D // 2
+    HALF: tl.constexpr = R // 2
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     inside = (h < H) & (d < HALF)
-    x += row * x_stride + h * D + d
-    first = tl.load(x, mask=inside, other=0).to(tl.float32)
-    second = tl.load(x + HALF, mask=inside, other=0).to(tl.float32)
-    cos_sin += row * D + d  # both halves of a row have the same cosine, and opposite sines
+    x += row * x_stride + h * D
+    out += row * H * D + h * D
+    first = tl.load(x + d, mask=inside, other=0).to(tl.float32)
+    second = tl.load(x + HALF + d, mask=inside, other=0).to(tl.float32)
+    cos_sin += row * R + d  # both halves of a row have the same cosine, and opposite sines
     cos = tl.load(cos_sin, mask=d < HALF, other=0)
-    sin = tl.load(cos_sin + tl.num_programs(0) * D + HALF, mask=d < HALF, other=0)
-    out += row * H * D + h * D + d
-    tl.store(out, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+    sin = tl.load(cos_sin + tl.num_programs(0) * R + HALF, mask=d < HALF, other=0)
+    tl.store(out + d, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + HALF + d, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+    if BLOCK_REST:
+        rest = R + tl.arange(0, BLOCK_REST)[None, :]
+        inside = (h < H) & (rest < D)
+        tl.store(out + rest, tl.load(x + rest, mask=inside), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -1646,7 +1695,7 @@ def picture(rows: int, context: int) -> str:
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type where none is named
     "scale": "fp32", "eps": "fp32", "requests": "i32", "width": "i32", "V": "i32",
-    "x_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
+    "x_stride": "i32", "gate_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
     "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
     "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
     "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
@@ -1682,6 +1731,27 @@ OTHER_SHAPES = {  # groups of 7, 5, 1 and 8 heads, padded heads, and large ones
 
 
 @dataclass(frozen=True)
+class Hybrid:
+    """What the kernels see of a model with linear attention. Its attention turns a part, R of D,
+    of a head; there are HK heads of keys, of DK numbers, and H of values, of DV."""
+
+    heads: int  # of q and k together
+    D: int
+    R: int
+    HK: int
+    H: int
+    DK: int
+    DV: int
+    K: int  # inputs of a convolution
+
+
+HYBRIDS = {
+    "Qwen3-Next-80B-A3B": Hybrid(18, 256, 64, 16, 32, 128, 128, 4),
+    "Qwen3.5-27B": Hybrid(28, 256, 64, 16, 48, 128, 128, 4),
+}
+
+
+@dataclass(frozen=True)
 class Launch:
     """A kernel as launches of one shape compile it. types: of arguments that have another one
     than ARGUMENTS says; of one that is None, "constexpr"."""
@@ -1708,6 +1778,8 @@ def launches(arch: int) -> list[Launch]:
         table += row_launches(SHAPES["Qwen3-30B-A3B"], dtype)
         for rows in (1, 512):
             table += expert_launches(SHAPES["Qwen3-30B-A3B"], dtype, rows)
+        for hybrid in HYBRIDS.values():
+            table += hybrid_launches(hybrid, dtype)
     turn = 0
     for shape in OTHER_SHAPES.values():
         for dtype in ELEMENTS:
@@ -1730,10 +1802,20 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
         Launch(f"norm {s.E}", norm_kernel, dtype, norm_config(s.E, False), missing),
         Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
         Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
-        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D)),
+        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D, s.D)),
         Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
         Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
         Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
+    ]
+
+
+def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
+    rope, norm = rope_config(s.heads, s.D, s.R), gated_norm_config(s.H, s.DV)
+    wide = {"weight": "*fp32"}
+    return [
+        Launch(f"rope {s.heads} x {s.R} of {s.D}", rope_kernel, dtype, rope),
+        Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
+        Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
     ]
 
 

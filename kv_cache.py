@@ -82,6 +82,27 @@ HYBRID = {"qwen3_next", "qwen3_5_text"}
 LATENT = {"deepseek_v3", "deepseek_v32"}
 
 
+GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B leaves out
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+NESTED = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}  # model_type of a model that also sees -> of its text part
+
+
+def text(config: dict) -> dict:
+    """config.json, or of a model that also sees what it says about text."""
+    family = NESTED.get(config.get("model_type"))
+    if family is None:
+        return config
+    if not isinstance(config.get("text_config"), dict):
+        raise ValueError(f"config: text_config is {config.get('text_config')!r}, not an object")
+    absent = GEMMA if family == "gemma3_text" else {}
+    return {**absent, **config, **config["text_config"], "model_type": family}
+
+
 def layers(config: dict) -> list[LayerSpec]:
     """One LayerSpec per layer of a checkpoint's config.json.
 
@@ -90,6 +111,7 @@ def layers(config: dict) -> list[LayerSpec]:
     Example: Llama-3.1-8B has 32 layers of 8 heads x 128: 2 * 8 * 128 elements a layer, so
     32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
     """
+    config = text(config)
     family = config.get("model_type")
     if family not in DENSE | HYBRID | LATENT:
         raise ValueError(

@@ -83,6 +83,9 @@ class Config:
     expert_mlp: int = 0
     expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
+    shared_mlp: int = 0  # inside the expert that every row goes through; 0: there is none
+    gate: bool = False  # attention's output is multiplied by a sigmoid
+    by_key_head: bool = False  # DeltaNet's projections are stored so
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -95,7 +98,7 @@ class Config:
 
     @classmethod
     def _from_hf(cls, config: dict) -> "Config":
-        config = _text(config)
+        config = kv_cache.text(config)
         family = config.get("model_type")
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
@@ -112,23 +115,28 @@ class Config:
             positions=_positions(config, ropes[0]),
             ropes=ropes,
             rope_of=rope_of,
-            rotary=specs[0].dim,
+            rotary=_rotary(config, ropes[0], specs),
             tied=flag(config, "tie_word_embeddings", family in ("smollm3", "gemma3_text")),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
             mlp_bias=flag(config, "mlp_bias"),
-            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text", *kv_cache.HYBRID),
             gelu=config.get("hidden_act") == "gelu_pytorch_tanh" or family == "gemma3_text",
             stop_ids=ids_of(config.get("eos_token_id")),
-            **(_experts(config, count) if family == "qwen3_moe" else {}),
+            less_one=family == "gemma3_text" or family in kv_cache.HYBRID,
+            gate=family in kv_cache.HYBRID,
+            by_key_head=family == "qwen3_next",
+            **(_experts(config, count) if family in EXPERTS else {}),
             **(_gemma(config) if family == "gemma3_text" else {}),
         )
 
 
 RUN = (  # model_types
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text",
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "qwen3_next",
+    "qwen3_5_text",
 )  # fmt: skip
 WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text")  # those whose windows are checked
+EXPERTS = ("qwen3_moe", "qwen3_next")  # those with experts
 
 
 def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
@@ -140,7 +148,8 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
             " are read"
         )
-    known = ("silu",) if family == "qwen3_moe" else ("silu", "gelu_pytorch_tanh")
+    only_silu = family in EXPERTS or family in kv_cache.HYBRID
+    known = ("silu",) if only_silu else ("silu", "gelu_pytorch_tanh")
     if config.get("hidden_act", "silu") not in known:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not {' or '.join(known)}")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
@@ -151,6 +160,8 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         raise ValueError(f"a sliding window is not known in {family}")
     if family == "gemma3_text":
         _refuse_gemma(config)
+    if family in kv_cache.HYBRID:
+        _refuse_linear(config)
 
 
 def _refuse_gemma(config: dict):
@@ -169,18 +180,21 @@ def _gemma(config: dict) -> dict:
         "scale": number(config, "query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": config["hidden_size"] ** 0.5,
         "sandwich": True,
-        "less_one": True,
     }
 
 
-def _text(config: dict) -> dict:
-    """The text model's config: that of Gemma 3 with vision is nested, and says what differs
-    from transformers' defaults only."""
-    if config.get("model_type") != "gemma3":
-        return config
-    outside = ("eos_token_id", "tie_word_embeddings", "quantization_config")
-    outer = {name: config.get(name) for name in outside}
-    return {"model_type": "gemma3_text", **GEMMA, **outer, **config["text_config"]}
+LINEAR = {f"linear_{x}" for x in ("conv_kernel_dim", "key_head_dim", "value_head_dim",
+                                  "num_key_heads", "num_value_heads")}  # fmt: skip
+
+
+def _refuse_linear(config: dict):
+    """What a config may say of DeltaNet and of gates that is not done here."""
+    if unknown := [x for x in config if x.startswith("linear_") and x not in LINEAR]:
+        raise ValueError(f"{unknown[0]} {config[unknown[0]]!r} is not known of linear attention")
+    if not flag(config, "attn_output_gate", True):
+        raise ValueError("attn_output_gate false: attention without its gate is not known here")
+    if config.get("mamba_ssm_dtype") not in (None, "float32"):
+        raise ValueError(f"mamba_ssm_dtype {config['mamba_ssm_dtype']!r}: states are float32")
 
 
 def _experts(config: dict, count: int) -> dict:
@@ -191,12 +205,14 @@ def _experts(config: dict, count: int) -> dict:
         raise ValueError(f"num_experts_per_tok {chosen} is more than num_experts {experts}")
     steps = positive(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
+    shared = config["model_type"] == "qwen3_next"
     return {
         "experts": experts,
         "experts_per_token": chosen,
         "expert_mlp": positive(config, "moe_intermediate_size"),
         "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
-        "normalise_experts": flag(config, "norm_topk_prob"),
+        "normalise_experts": flag(config, "norm_topk_prob", shared),
+        "shared_mlp": positive(config, "shared_expert_intermediate_size") if shared else 0,
     }
 
 
@@ -209,15 +225,6 @@ def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 GELU = "gelu_pytorch_tanh"
-GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B leaves out
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-}
-
-
 def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | None, ...]]:
     """The ropes, and which of them each layer uses: Gemma 3 has another one where it slides."""
     if config["model_type"] != "gemma3_text":
@@ -267,7 +274,8 @@ def _rope(config: dict) -> dict:
     if missing := [name for name in ROPE_FIELDS[kind] if not scaling.get(name)]:
         raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
     for fields in (config, scaling):
-        if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        whole = config["model_type"] not in kv_cache.HYBRID
+        if whole and fields.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not 1")
     default = 2e6 if config["model_type"] == "smollm3" else 1e4
     for name in ROPE_FIELDS[kind]:
@@ -282,6 +290,21 @@ def _rope(config: dict) -> dict:
         "rope_theta": theta,
         "original_max_position_embeddings": original,
     }
+
+
+def _rotary(config: dict, rope: dict, specs: tuple[LayerSpec, ...]) -> int:
+    """How many of a head's dimensions are turned, the first: all, in hybrid models a quarter.
+
+    Fields of multimodal positions (mrope_section) are passed over: a text's positions are the
+    same in time, height and width, so that it does not matter which pair is turned by which.
+    """
+    dim = next((spec.dim for spec in specs if spec.kind != "linear"), 0)
+    name, quarter = "partial_rotary_factor", config["model_type"] in kv_cache.HYBRID
+    part = number(config if rope.get(name) is None else rope, name, 0.25 if quarter else 1)
+    rotary = int(dim * part)
+    if rotary % 2 or rotary > dim or dim and not rotary:
+        raise ValueError(f"head_dim {dim}, {name} {part}: rope cannot turn {rotary}, only pairs")
+    return rotary
 
 
 def _positions(config: dict, rope: dict) -> int:
@@ -363,13 +386,13 @@ class Attention:
         self.rope = config.rope_of[layer]
         prefix = f"model.layers.{layer}.self_attn."
         spec, E = config.specs[layer], config.width
-        self.dim = spec.dim
-        self.sizes = (config.heads * spec.dim, spec.heads * spec.dim, spec.heads * spec.dim)
+        self.dim, self.shared = spec.dim, spec.heads
+        inner, shared = config.heads * spec.dim, spec.heads * spec.dim
+        sizes = (2 * inner if config.gate else inner, shared, shared)
+        order = _gates_last(config.heads, spec) if config.gate else slice(None)
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv, self.qkv_bias = take.linear(names, self.sizes, E, config.qkv_bias)
-        self.out, self.out_bias = take.linear(
-            [prefix + "o_proj"], (E,), self.sizes[0], config.out_bias
-        )
+        self.qkv, self.qkv_bias = take.linear(names, sizes, E, config.qkv_bias, order=order)
+        self.out, self.out_bias = take.linear([prefix + "o_proj"], (E,), inner, config.out_bias)
         self.qk_norm = None
         if config.qk_norm:  # (H + G, D): a line for each head
             q, k = (take.norm(f"{prefix}{x}_norm", spec.dim, config) for x in "qk")
@@ -377,16 +400,17 @@ class Attention:
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
         # x (T, E), tables (2, T, 1, D) of each rope -> (T, E)
-        T, H = x.shape[0], self.config.heads
+        T, H, G = x.shape[0], self.config.heads, self.shared
         heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.dim)
-        G = (heads.shape[1] - H) // 2
-        qk = heads[:, : H + G]
+        qk, v, gate = heads.split((H + G, G, heads.shape[1] - H - 2 * G), 1)
         if self.qk_norm is not None:
             qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
         if self.rope is not None:
             qk = kernels.rope(qk, tables[self.rope])
         scale = self.config.scale
-        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :], scale=scale)
+        o = step.attend(self.layer, qk[:, :H], qk[:, H:], v, scale=scale)
+        if self.config.gate:
+            o = o * gate.sigmoid()
         return kernels.linear(o.reshape(T, -1), self.out, self.out_bias)
 
     def names(self) -> dict[int, str]:
@@ -394,11 +418,82 @@ class Attention:
         return {id(self.qkv): "linear q, k, v", id(self.out): "linear out"}
 
 
+def _gates_last(heads: int, spec: LayerSpec) -> Tensor:
+    """Rows in the order q, k, v, gates. Stored are a head's q and its gate, head by head."""
+    q_gate, kv = 2 * heads * spec.dim, 2 * spec.heads * spec.dim
+    q, gate = torch.arange(q_gate).view(heads, 2, spec.dim).unbind(1)
+    return torch.cat((q.flatten(), torch.arange(q_gate, q_gate + kv), gate.flatten()))
+
+
+class DeltaNet:
+    """Gated DeltaNet (Yang et al. 2412.06464): what its rows leave is a state of constant size.
+
+    One product makes [q | k | v | z | b | a] of a row. q, k and v pass a short convolution; b
+    says how much of the state's answer to k is replaced, a how much of the state fades; z is
+    the gate of the output.
+    """
+
+    def __init__(self, take: "Take", layer: int, config: Config):
+        self.layer, self.eps = layer, config.eps
+        self.spec = spec = config.specs[layer]
+        prefix = f"model.layers.{layer}.linear_attn."
+        channels, values = spec.conv[1], spec.heads * spec.values
+        self.sizes = (channels, values, spec.heads, spec.heads)
+        self.widths = ((channels - values) // 2, (channels - values) // 2, values)
+        rows = delta_rows(spec, config.by_key_head)
+        self.project, _ = take.linear(
+            [prefix + name for name in rows],
+            tuple(rows.values()),
+            config.width,
+            False,
+            order=_heads_apart(spec) if config.by_key_head else slice(None),
+        )
+        self.conv = take(prefix + "conv1d.weight", (channels, 1, spec.conv[0] + 1)).squeeze(1)
+        self.rate = -take(prefix + "A_log", (spec.heads,), dtype=torch.float32).exp()
+        self.bias = take(prefix + "dt_bias", (spec.heads,), dtype=torch.float32)
+        self.norm = take(prefix + "norm.weight", (spec.values,))
+        self.out, _ = take.linear([prefix + "out_proj"], (config.width,), values, False)
+
+    def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
+        # x (T, E) -> (T, E)
+        qkv, z, b, a = kernels.linear(x, self.project).split(self.sizes, -1)
+        q, k, v = step.conv(self.layer, qkv, self.conv).split(self.widths, -1)
+        q, k = (y.unflatten(-1, (-1, self.spec.dim)) for y in (q, k))  # (T, Hk, dk)
+        v, z = (y.unflatten(-1, (-1, self.spec.values)) for y in (v, z))  # (T, H, dv)
+        g = self.rate * torch.nn.functional.softplus(a.float() + self.bias)
+        o = step.recur(self.layer, q, k, v, g, b.float().sigmoid())
+        return kernels.linear(kernels.gated_norm(o, z, self.norm, self.eps).flatten(1), self.out)
+
+    def names(self) -> dict[int, str]:
+        return {id(self.project): "linear q, k, v, z, b, a", id(self.out): "linear out"}
+
+
+def delta_rows(spec: LayerSpec, by_key_head: bool) -> dict[str, int]:
+    """DeltaNet's projections as they are stored: name -> rows."""
+    qkv, z = spec.conv[1], spec.heads * spec.values
+    if by_key_head:
+        return {"in_proj_qkvz": qkv + z, "in_proj_ba": 2 * spec.heads}
+    return {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": spec.heads, "in_proj_a": spec.heads}
+
+
+def _heads_apart(spec: LayerSpec) -> Tensor:
+    """Rows in the order q, k, v, z, b, a. Stored are, key head by key head, its q and k, and v
+    and z of the value heads that share it; and then, key head by key head, b and a of these."""
+    z = spec.heads * spec.values
+    keys = (spec.conv[1] - z) // 2 // spec.dim
+    share = spec.heads // keys
+    first = torch.arange(spec.conv[1] + z).view(keys, -1)
+    sizes = (spec.dim, spec.dim, share * spec.values, share * spec.values)
+    rest = torch.arange(2 * spec.heads).view(keys, -1) + first.numel()
+    parts = *first.split(sizes, 1), *rest.split(share, 1)
+    return torch.cat([part.flatten() for part in parts])
+
+
 class MLP:
     """The gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, take: "Take", prefix: str, config: Config):
-        E, F, bias = config.width, config.mlp, config.mlp_bias
+    def __init__(self, take: "Take", prefix: str, config: Config, inner: int | None = None):
+        E, F, bias = config.width, inner or config.mlp, config.mlp_bias
         self.gelu = config.gelu
         names = [prefix + "gate_proj", prefix + "up_proj"]
         self.gate_up, self.gate_up_bias = take.linear(names, (F, F), E, bias)
@@ -414,25 +509,35 @@ class MLP:
 
 
 class Experts:
-    """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017)."""
+    """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017), and
+    some families' rows through a shared one too, by as much as its gate says."""
 
     def __init__(self, take: "Take", prefix: str, config: Config):
         self.config = config
         E, F = config.width, config.expert_mlp
-        self.router, _ = take.linear([prefix + "gate"], (config.experts,), E, False, plain=True)
+        routers, outs = [prefix + "gate"], (config.experts,)
+        if config.shared_mlp:
+            self.shared = MLP(take, prefix + "shared_expert.", config, config.shared_mlp)
+            routers, outs = [*routers, prefix + "shared_expert_gate"], (*outs, 1)
+        self.router, _ = take.linear(routers, outs, E, False, plain=True)
         names = [f"{prefix}experts.{i}." for i in range(config.experts)]
         self.gate_up = take.experts([[n + "gate_proj", n + "up_proj"] for n in names], (F, F), E)
         self.down = take.experts([[n + "down_proj"] for n in names], (E,), F)
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = kernels.linear(x, self.router).float().softmax(-1)  # (T, experts)
+        routed = kernels.linear(x, self.router)  # (T, experts), and the shared one's gate
+        scores = routed[:, : self.config.experts].float().softmax(-1)
         weights, chosen = scores.topk(self.config.experts_per_token, -1)
         if self.config.normalise_experts:
             weights = weights / weights.sum(-1, keepdim=True)
-        return kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
+        out = kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
+        if self.config.shared_mlp:
+            out = out + routed[:, -1:].sigmoid() * self.shared(x)
+        return out
 
     def names(self) -> dict[int, str]:
-        return {id(self.router): "linear router"}
+        shared = self.shared.names() if self.config.shared_mlp else {}
+        return {id(self.router): "linear router"} | shared
 
 
 @dataclass
@@ -444,7 +549,7 @@ class Layer:
     """
 
     norm: Tensor
-    mixer: Attention
+    mixer: Attention | DeltaNet
     mlp_norm: Tensor
     mlp: MLP | Experts
     mixed_norm: Tensor | None = None
@@ -455,7 +560,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else kernels.rms_norm(x, weight, eps)
 
 
-MIXERS = {"full": Attention, "sliding": Attention}  # by LayerSpec.kind
+MIXERS = {"full": Attention, "sliding": Attention, "linear": DeltaNet}  # by LayerSpec.kind
 
 
 class Model:
@@ -591,18 +696,22 @@ class Take:
             raise ValueError(f"{name} is {list(found)}, config.json makes it {list(wanted)}")
         self.left.discard(name)
 
-    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False):
+    def linear(
+        self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False,
+        order: Tensor | slice = slice(None),
+    ):  # fmt: skip
         """Several projections of one input as one packed weight, and its bias or None.
 
-        plain: never quantised.
+        plain: never quantised. order: of their rows, once they lie one below another.
         """
         shapes = {f"{name}.weight": (out, width) for name, out in zip(names, outs)}
-        weight = None if plain or not self.quantize else self._low(shapes)
+        weight = None if plain or not self.quantize else self._low(shapes, order)
         if weight is None:
-            weight = kernels.pack(self._rows(shapes))
+            weight = kernels.pack(self._rows(shapes)[order])
         if not bias:
             return weight, None
-        return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+        rows = torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+        return weight, rows[order]
 
     def experts(self, names: list[list[str]], outs: tuple[int, ...], width: int):
         """The same projections of every expert: (experts, out, in) for Triton, else one by one."""
@@ -615,21 +724,21 @@ class Take:
         parts = [self(name, shape) for name, shape in shapes.items()]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _low(self, shapes: dict[str, tuple[int, int]]) -> kernels.Packed | None:
+    def _low(self, shapes: dict[str, tuple[int, int]], order) -> kernels.Packed | None:
         """The low-bit weight of these rows; None if they are not stored as one."""
         before = self.nbytes
         if self.quantize == "stored":
-            weight = self._stored(shapes)
+            weight = self._stored(shapes, order)
             if weight is None:
                 return None
             packed = kernels.pack(weight, dtype=self.dtype)
         else:
-            packed = kernels.pack(self._rows(shapes), self.quantize)
+            packed = kernels.pack(self._rows(shapes)[order], self.quantize)
         self.nbytes = before + packed.nbytes
         self.low += len(shapes)
         return packed
 
-    def _stored(self, shapes: dict[str, tuple[int, int]]) -> kernels.FourBit | None:
+    def _stored(self, shapes: dict[str, tuple[int, int]], order) -> kernels.FourBit | None:
         """Rows that a file has in 4 bits, all of them."""
         parts = {name: self.tensors.four_bit(name) for name in shapes if name in self.tensors}
         rows = sum(out for out, _ in shapes.values())
@@ -641,7 +750,7 @@ class Take:
         for name, part in parts.items():
             self._consume(name, shapes[name], part.shape)
         fields = zip(*((part.values, part.scales, part.zeros) for part in parts.values()))
-        return kernels.FourBit(*(torch.cat(field) for field in fields))
+        return kernels.FourBit(*(torch.cat(field)[order] for field in fields))
 
     def same(self, name: str, other: str):
         """Consume a tensor that some checkpoints store twice, if it really is the other one."""
@@ -744,7 +853,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
-    tensors = _text_tensors(_safetensors(folder)) if tensors is None else tensors
+    tensors = _safetensors(folder) if tensors is None else tensors
     settings = _json(folder / "special_tokens_map.json", absent={})
     settings |= _json(folder / "tokenizer_config.json", absent={})
     tokenizer = _json(folder / "tokenizer.json", absent={})
@@ -780,6 +889,19 @@ def _template(folder: Path, settings: dict) -> str | None:
     return template
 
 
+# heads that guess further tokens; what sees pictures, under its old and its new names
+UNREAD = (
+    "mtp.", "model.visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)  # fmt: skip
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name in a model of text alone: beside vision its text part has a prefix more,
+    language_model.model.* or (newer) model.language_model.*."""
+    return name.replace("language_model.", "", 1)
+
+
 def _safetensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, memory-mapped: nothing is read until it is used."""
     from safetensors import SafetensorError, safe_open
@@ -808,20 +930,11 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{folder / name}: shard named in {index.name} is missing")
         try:
             with safe_open(folder / name, framework="pt") as file:
-                tensors.update({key: file.get_tensor(key) for key in file.keys()})
+                names = [key for key in file.keys() if not key.startswith(UNREAD)]
+                tensors.update({_text_name(key): file.get_tensor(key) for key in names})
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: truncated or not safetensors ({error})")
     return tensors
-
-
-def _text_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A text model's tensors as if it were alone: beside a vision tower, published checkpoints
-    name them language_model.model.* or (newer) model.language_model.*."""
-    if not any("language_model." in name for name in tensors):
-        return tensors
-    vision = ("vision_tower.", "multi_modal_projector.")
-    text = {n: t for n, t in tensors.items() if not n.removeprefix("model.").startswith(vision)}
-    return {name.replace("language_model.", "", 1): tensor for name, tensor in text.items()}
 
 
 # ---------------------------------------------------------------- random weights
@@ -850,18 +963,33 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         linear(prefix + "up_proj", inner, E, bias)
         linear(prefix + "down_proj", E, inner, bias)
 
-    for i, spec in enumerate(config.specs):
-        layer = f"model.layers.{i}."
-        table |= {f"{layer}{name}.weight": (E,) for name in layer_norms(config)}
-        linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
+    def attention(layer: str, spec: LayerSpec):
+        inner, both = config.heads * spec.dim, 2 if config.gate else 1
+        linear(layer + "self_attn.q_proj", both * inner, E, config.qkv_bias)
         linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
         linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
+        linear(layer + "self_attn.o_proj", E, inner, config.out_bias)
         if config.qk_norm:
             table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
             table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
+
+    def delta(layer: str, spec: LayerSpec):
+        for name, rows in delta_rows(spec, config.by_key_head).items():
+            linear(f"{layer}linear_attn.{name}", rows, E, False)
+        linear(layer + "linear_attn.out_proj", E, spec.heads * spec.values, False)
+        table[layer + "linear_attn.conv1d.weight"] = (spec.conv[1], 1, spec.conv[0] + 1)
+        table[layer + "linear_attn.norm.weight"] = (spec.values,)
+        table[layer + "linear_attn.A_log"] = table[layer + "linear_attn.dt_bias"] = (spec.heads,)
+
+    for i, spec in enumerate(config.specs):
+        layer = f"model.layers.{i}."
+        table |= {f"{layer}{name}.weight": (E,) for name in layer_norms(config)}
+        (delta if spec.kind == "linear" else attention)(layer, spec)
         if i in config.expert_layers:
             linear(layer + "mlp.gate", config.experts, E, False)
+            if config.shared_mlp:
+                linear(layer + "mlp.shared_expert_gate", 1, E, False)
+                mlp(layer + "mlp.shared_expert.", config.shared_mlp, False)
             for e in range(config.experts):
                 mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
         else:
@@ -870,6 +998,15 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if not config.tied:
         linear("lm_head", V, E, False)
     return table
+
+
+def mean(name: str, config: Config) -> int:
+    """Of random weights: norms multiply by about 1, everything else is near 0.
+
+    A rate exp(A_log) near 1 and a dt_bias near 0 make states fade to half from row to row.
+    """
+    less_one = config.less_one and "linear_attn" not in name
+    return int("norm" in name and not less_one)
 
 
 class RandomTensors(Mapping):
@@ -885,9 +1022,9 @@ class RandomTensors(Mapping):
 
     def __init__(self, config: Config, device="cpu", dtype: torch.dtype = torch.float32):
         self.shapes, self.device, self.dtype = shapes(config), torch.device(device), dtype
+        self.config = config
         draw = torch.Generator().manual_seed(0)
         self.tape = torch.randn(self.TAPE, generator=draw).to(self.device, dtype)
-        self.norms = 0 if config.less_one else 1
         self.starts = {name: 7919 * i % self.TAPE for i, name in enumerate(self.shapes)}
 
     @property
@@ -903,7 +1040,8 @@ class RandomTensors(Mapping):
             count = min(len(flat) - done, self.TAPE - at)
             torch.mul(self.tape[at : at + count], scale, out=flat[done : done + count])
             done, at = done + count, 0
-        return (flat + self.norms if "norm" in name else flat).view(shape)
+        centre = mean(name, self.config)
+        return (flat + centre if centre else flat).view(shape)
 
     def __contains__(self, name):
         return name in self.shapes  # Mapping's own would make the tensor
@@ -1508,7 +1646,7 @@ def random(config: Config, seed: int = 0) -> Checkpoint:
     tensors = {}
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=draw) * (0.3 if len(shape) == 1 else 0.2)
-        tensors[name] = values + 1 if "norm" in name and not config.less_one else values
+        tensors[name] = values + mean(name, config)
     return Checkpoint(config, tensors, name="random")
 
 

@@ -1769,8 +1769,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    tl.store(out, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)",
-        "    tl.store(out, (first * cos + second * sin).to(out.dtype.element_ty), mask=inside)",
+        "    tl.store(out + d, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)",
+        "    tl.store(out + d, (first * cos + second * sin).to(out.dtype.element_ty), mask=inside)",
         "rope turns the first half backwards",
         "tests/triton_cases.py -k test_rope",
     ),
@@ -2018,6 +2018,34 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "    tiles, splits = attention_grid(T, requests, config)\n    splits = splits if view.spans[:, 3].max() > 100 else 1",
         "5: short contexts are not split, and a recording of them is replayed for long ones",
         "tests/test_kernels.py -k launches_does_not_depend_on_lengths",
+    ),
+    (
+        "kernels.py",
+        "        return torch.cat((rope(x[..., :turned], tables), x[..., turned:]), -1)",
+        "        return torch.cat((x[..., turned:], rope(x[..., :turned], tables)), -1)",
+        "what rope leaves as it is comes first",
+        "tests/test_kernels.py -k test_rope_of_a_part",
+    ),
+    (
+        "kernels.py",
+        "        inside = (h < H) & (rest < D)",
+        "        inside = (h < H) & (rest < D - 1)",
+        "rope leaves out the last number of a head",
+        "tests/triton_cases.py -k test_rope_of_a_part",
+    ),
+    (
+        "kernels.py",
+        "    return rms_norm(x.float(), weight, eps).mul_(F.silu(gate.float())).to(x.dtype)",
+        "    return rms_norm(x.float() * F.silu(gate.float()), weight, eps).to(x.dtype)",
+        "a gated norm gates before it norms",
+        "tests/test_kernels.py -k test_the_gated_norm",
+    ),
+    (
+        "kernels.py",
+        "    y *= 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]",
+        "    y *= 1 / tl.sqrt(tl.sum(tl.sum(y * y, 1), 0) / (H * D) + eps)",
+        "a gated norm is over all heads",
+        "tests/triton_cases.py -k test_the_gated_norm",
     ),
 ]
 

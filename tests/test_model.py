@@ -29,12 +29,16 @@ FAMILIES = [
     "smollm3",
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
     "mistral_sliding", "qwen2_sliding", "gemma3", "gemma3_old",
+    "qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text",
 ]  # fmt: skip
+HYBRID = ("qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text")
 # llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
 # routing weights that are not normalised, for an activation, for windows of Mistral and Qwen, or
-# for biases and irregular windows of Gemma: it knows the published models only
+# for biases and irregular windows of Gemma: it knows the published models only (and of those with
+# layers of Gated DeltaNet none is read from GGUF here)
 NOT_GGUF = (
     "smollm3_listed", "qwen3_moe_mixed", "llama_gelu", "mistral_sliding", "qwen2_sliding", "gemma3",
+    *HYBRID,
 )  # fmt: skip
 GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
@@ -103,6 +107,7 @@ def forward(net, cache, *chunks):
     """Logits (T, V) of every row of some chunks (slot, ids, start)."""
     step = prepare(cache, *chunks)
     hidden, _ = net(step.tokens, step.positions, step)
+    cache.commit(step, None)
     return net.logits(hidden)
 
 
@@ -495,17 +500,23 @@ def test_logits_and_greedy_tokens_are_the_reference_s(family):
 
 def in_style(config, version):
     """The same config with rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    if "text_config" in config:
+        return {**config, "text_config": in_style(config["text_config"], version)}
     config = json.loads(json.dumps(config))
     if config["model_type"] == "gemma3_text":
         return gemma_in_style(config, version)
     base, scaling = rope_of(config)
     dtype = config.pop("torch_dtype", None) or config.pop("dtype", None)
-    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+    name = "partial_rotary_factor"
+    part = {**config, **(config.get("rope_parameters") or {})}.get(name)
+    part = {} if part is None else {name: part}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", name):
         config.pop(key, None)
     if version == 4:
-        scaling.pop("rope_theta", None)
-        return {**config, "rope_theta": base, "rope_scaling": scaling or None, "torch_dtype": dtype}
-    rope = {**(scaling or {"rope_type": "default"}), "rope_theta": base}
+        scaling = {key: scaling[key] for key in scaling if key not in ("rope_theta", name)}
+        config = {**config, **part, "rope_theta": base, "torch_dtype": dtype}
+        return {**config, "rope_scaling": scaling or None}
+    rope = {**(scaling or {"rope_type": "default"}), **part, "rope_theta": base}
     return {**config, "rope_parameters": rope, "dtype": dtype}
 
 
@@ -530,9 +541,8 @@ def test_both_styles_of_config_mean_the_same(family, tmp_path):
     config, prompt = config_of(family), ids_of(family)[0]
     for version in (4, 5):
         styled = in_style(config, version)
-        net = model.Model(
-            model.Config.from_hf(styled), tensors_of(family), device="cpu", dtype=torch.float32
-        )
+        tensors = model.load(GOLDEN / family).tensors
+        net = model.Model(model.Config.from_hf(styled), tensors)
         logits = forward(net, cache_for(config), (0, prompt, 0))
         assert distance(logits, expected(family)["prefill_logits"]) <= 1e-4, (
             f"style of version {version}"
@@ -878,7 +888,7 @@ def test_two_sequences_in_one_step_do_not_touch_each_other(family):
     assert distance(both, torch.cat(alone)) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen3_moe_mixed", "gemma3"])
+@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen3_moe_mixed", "gemma3", *HYBRID])
 def test_random_chunks_in_random_company_are_one_prompt(family):
     """Four sequences, each step a random part of some of them."""
     draw = random.Random(11)
@@ -925,7 +935,7 @@ def test_taps_are_the_residual_stream_after_the_layers_asked_for():
     assert distance(first(step.tokens, step.positions, step)[0], normed(taps[0])) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", "gemma3", *HYBRID])
 def test_bfloat16_is_near(family):
     config, prompt = config_of(family), ids_of(family)[0]
     net = build(GOLDEN / family, dtype=torch.bfloat16)

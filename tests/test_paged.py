@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kernels
+import kv_cache
 import paged
 import tiny
 from kv_cache import ContiguousCache, LayerSpec

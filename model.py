@@ -15,8 +15,8 @@ The data      tokens (T,) -> embedding (T, E)
               same from a folder of safetensors and from a GGUF file
 
 Invariants    1. a row's logits depend on its own request's rows at positions up to its own
-              2. every tensor of the file is consumed (old rotary tables apart) and every
-                 parameter is filled
+              2. every tensor of the file is consumed (old rotary tables and layers that draft
+                 further tokens apart) and every parameter is filled
               3. rope is applied before a key is stored: cached keys are never turned again
               4. what the config asks for and this file does not do is refused by name
 
@@ -79,6 +79,18 @@ class Config:
     expert_mlp: int = 0
     expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
+    sigmoid_experts: bool = False  # DeepSeek's routing: see `Experts._by_group`
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0  # of what the chosen experts say together
+    shared_mlp: int = 0  # width of an MLP beside the experts that every row goes through
+    q_rank: int = 0  # queries are made from a latent of this size; 0: from x
+    plain_dim: int = 0  # of a latent layer's head: what is not turned
+    value_dim: int = 0  # of a latent layer's head
+    pairs: bool = False  # the checkpoint's rope turns neighbours, not halves
+    scale: float | None = None  # of q . k in latent layers
+    index_heads: int = 0
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that are not run
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -107,7 +119,7 @@ class Config:
             positions=_positions(config, rope),
             ropes=ropes,
             rope_of=rope_of,
-            rotary=specs[0].dim,
+            rotary=config["qk_rope_head_dim"] if family in kv_cache.LATENT else specs[0].dim,
             tied=flag(config, "tie_word_embeddings", family == "smollm3"),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
@@ -116,10 +128,13 @@ class Config:
             gelu=config.get("hidden_act") == "gelu_pytorch_tanh",
             stop_ids=ids_of(config.get("eos_token_id")),
             **(_experts(config, count) if family == "qwen3_moe" else {}),
+            **(_deepseek(config, specs, rope) if family in kv_cache.LATENT else {}),
         )
 
 
-RUN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")  # model_types
+RUN = (  # model_types
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "deepseek_v3", "deepseek_v32",
+)  # fmt: skip
 
 
 def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
@@ -131,11 +146,14 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
             " are read"
         )
-    known = ("silu",) if family == "qwen3_moe" else ("silu", "gelu_pytorch_tanh")
+    routed = family == "qwen3_moe" or family in kv_cache.LATENT
+    known = ("silu",) if routed else ("silu", "gelu_pytorch_tanh")
     if config.get("hidden_act", "silu") not in known:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not {' or '.join(known)}")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
         raise ValueError(f"mlp_bias is not known in {family}")
+    if family in kv_cache.LATENT:
+        return _refuse_deepseek(config)
     if specs[0].dim % 2:
         raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
 
@@ -155,6 +173,86 @@ def _experts(config: dict, count: int) -> dict:
         "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
         "normalise_experts": flag(config, "norm_topk_prob"),
     }
+
+
+def _refuse_deepseek(config: dict):
+    known = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+    }
+    if config["model_type"] == "deepseek_v32":
+        known["rope_interleave"] = True  # the reference has no other
+    for name, only in known.items():
+        if config.get(name, only) not in (only, None):
+            raise ValueError(f"{name} {config[name]!r} is not {only!r}")
+    if positive(config, "qk_rope_head_dim") % 2:
+        raise ValueError(f"qk_rope_head_dim {config['qk_rope_head_dim']} is odd: rope turns pairs")
+    if config.get("index_head_dim", math.inf) < config["qk_rope_head_dim"]:
+        raise ValueError(
+            f"index_head_dim {config['index_head_dim']} is less than qk_rope_head_dim"
+            f" {config['qk_rope_head_dim']}: rope turns a part of an index key"
+        )
+
+
+def _deepseek(config: dict, specs: tuple[LayerSpec, ...], rope: dict) -> dict:
+    """The fields of latent attention and of its experts; what is absent is as in transformers."""
+    plain, value = (positive(config, f"{name}_head_dim") for name in ("qk_nope", "v"))
+    sharper = 1.0
+    if rope["rope_type"] != "default":
+        sharper = _mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0)
+    sparse = specs[0].kind == "sparse"
+    ranked = sparse or config.get("q_lora_rank") is not None
+    further = config.get("num_nextn_predict_layers") or 0
+    return {
+        "q_rank": positive(config, "q_lora_rank") if ranked else 0,
+        "plain_dim": plain,
+        "value_dim": value,
+        "pairs": flag(config, "rope_interleave", True),
+        "scale": (plain + config["qk_rope_head_dim"]) ** -0.5 * sharper**2,
+        "index_heads": positive(config, "index_n_heads") if sparse else 0,
+        "ignored": tuple(f"model.layers.{len(specs) + i}." for i in range(further)),
+        **_deepseek_experts(config, len(specs)),
+    }
+
+
+def _deepseek_experts(config: dict, count: int) -> dict:
+    experts = positive(config, "n_routed_experts")
+    chosen = positive(config, "num_experts_per_tok")
+    groups, open_groups = positive(config, "n_group", 8), positive(config, "topk_group", 4)
+    if experts % groups or open_groups > groups or experts // groups < min(groups, 2):
+        raise ValueError(
+            f"topk_group {open_groups} of n_group {groups} of n_routed_experts {experts}: no such"
+            " groups of two or more"
+        )
+    if chosen > experts // groups * open_groups:
+        raise ValueError(
+            f"num_experts_per_tok {chosen} is more than {open_groups} groups of"
+            f" {experts // groups} experts have"
+        )
+    inner = positive(config, "moe_intermediate_size")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_mlp": inner,
+        "expert_layers": _deepseek_layers(config, count),
+        "normalise_experts": flag(config, "norm_topk_prob", True),
+        "sigmoid_experts": True,
+        "expert_groups": groups,
+        "groups_per_token": open_groups,
+        "expert_scale": number(config, "routed_scaling_factor", 2.5),
+        "shared_mlp": inner * positive(config, "n_shared_experts", 1),
+    }
+
+
+def _deepseek_layers(config: dict, count: int) -> tuple[int, ...]:
+    """The layers that have experts: all but the first few, or as they are listed."""
+    if listed := config.get("mlp_layer_types"):
+        if len(listed) != count or set(listed) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types of {count} layers: {listed}")
+        return tuple(i for i, kind in enumerate(listed) if kind == "sparse")
+    return tuple(range(config.get("first_k_dense_replace", 3), count))
 
 
 def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
@@ -273,15 +371,17 @@ def _yarn(plain: Tensor, rope: dict, dim: int) -> tuple[Tensor, float]:
     return frequencies, _yarn_attention(rope, factor)
 
 
-def _yarn_attention(rope: dict, factor: float) -> float:
-    def scale(multiplier: float) -> float:
-        return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+def _mscale(factor: float, multiplier: float) -> float:
+    """What YaRN makes attention sharper by, for a context `factor` times as long."""
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
+
+def _yarn_attention(rope: dict, factor: float) -> float:
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
-    return scale(1)
+        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+    return _mscale(factor, 1)
 
 
 # ---------------------------------------------------------------- the layers
@@ -325,11 +425,104 @@ class Attention:
         return {id(self.qkv): "linear q, k, v", id(self.out): "linear out"}
 
 
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2405.04434), absorbed.
+
+    Of a token one latent c is stored, and a part of a key that rope turns and all heads share.
+    A head's own key is K c and its value V c, but neither is made: q . K c = K'q . c, so queries
+    go to the latent's space, attend there, and V brings the result back.
+
+    A sparse layer also stores an index key (DeepSeek-AI 2512.02556): by index queries, which have
+    heads of their own, a row chooses the tokens it reads.
+    """
+
+    def __init__(self, take: "Take", layer: int, config: Config):
+        self.layer, self.config, self.spec = layer, config, config.specs[layer]
+        self.rope = config.rope_of[layer]
+        prefix = f"model.layers.{layer}.self_attn."
+        E, H, R = config.width, config.heads, config.rotary
+        rank, index = self.spec.values, self.spec.index
+        heads, plain = H * (config.plain_dim + R), config.plain_dim
+        queries = prefix + ("q_b_proj" if config.q_rank else "q_proj")
+        take.order[queries + ".weight"] = rope_first(H, plain, R, 0, config.pairs)
+        keys = prefix + "kv_a_proj_with_mqa"
+        take.order[keys + ".weight"] = rope_first(1, rank, R, 0, config.pairs)
+        into, self.sizes = [queries, keys], [heads, rank + R]
+        if config.q_rank:
+            into[0], self.sizes[0] = prefix + "q_a_proj", config.q_rank
+            self.q_norm = take(prefix + "q_a_layernorm.weight", (config.q_rank,))
+        outof, self.query_sizes = [queries], [heads]
+        if index:
+            name = prefix + "indexer.wq_b"
+            take.order[name + ".weight"] = rope_first(config.index_heads, 0, R, index - R, False)
+            outof, self.query_sizes = [queries, name], [heads, config.index_heads * index]
+            into += [prefix + "indexer.wk", prefix + "indexer.weights_proj"]
+            self.sizes += [index, config.index_heads]
+            self.key_norm = take(prefix + "indexer.k_norm.weight", (index,))
+            self.key_bias = take(prefix + "indexer.k_norm.bias", (index,))
+        self.into, _ = take.linear(into, tuple(self.sizes), E, False)
+        self.outof = None
+        if config.q_rank:
+            self.outof, _ = take.linear(outof, tuple(self.query_sizes), config.q_rank, False)
+        self.norm = take(prefix + "kv_a_layernorm.weight", (rank,))
+        each = plain + config.value_dim
+        expand = take(prefix + "kv_b_proj.weight", (H * each, rank)).view(H, each, rank)
+        self.keys = expand[:, :plain]  # (H, plain, rank)
+        self.values = expand[:, plain:].transpose(1, 2)  # (H, rank, values)
+        self.out, _ = take.linear([prefix + "o_proj"], (E,), H * config.value_dim, False)
+
+    def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
+        # x (T, E), tables (2, T, 1, R) of each rope -> (T, E)
+        T, H, R = len(x), self.config.heads, self.config.rotary
+        turns = tables[self.rope]
+        q, kv, *index = kernels.linear(x, self.into).split(self.sizes, -1)
+        if self.outof is not None:
+            q = kernels.linear(kernels.rms_norm(q, self.q_norm, LATENT_EPS), self.outof)
+            q, *index_q = q.split(self.query_sizes, -1)
+        turned, plain = q[:, : H * R].view(T, H, R), q[:, H * R :].view(T, H, -1)
+        q = torch.cat((kernels.per_head(plain, self.keys), kernels.rope(turned, turns)), -1)
+        latent = kernels.rms_norm(kv[:, R:], self.norm, LATENT_EPS)
+        k = torch.cat((latent[:, None], kernels.rope(kv[:, None, :R], turns)), -1)
+        chosen_by = self._index(*index_q, *index, turns) if index else None
+        o = step.attend(self.layer, q, k, None, scale=self.config.scale, index=chosen_by)
+        return kernels.linear(kernels.per_head(o, self.values).reshape(T, -1), self.out)
+
+    def _index(self, q: Tensor, k: Tensor, weights: Tensor, turns: Tensor):
+        """Index queries (T, Hi, Di), keys (T, Di) and head weights (T, Hi): `kernels.choose`.
+
+        The reference also scales the weights by (Hi Di)^-0.5, which changes no choice.
+        """
+        T, H, R = len(q), self.config.index_heads, self.config.rotary
+        turned, plain = q[:, : H * R].view(T, H, R), q[:, H * R :].view(T, H, -1)
+        q = torch.cat((kernels.rope(turned, turns), plain), -1)
+        k = kernels.layer_norm(k, self.key_norm, self.key_bias, LATENT_EPS)
+        k = torch.cat((kernels.rope(k[:, None, :R], turns)[:, 0], k[:, R:]), -1)
+        return q, k, weights.float()
+
+    def names(self) -> dict[int, str]:
+        names = {id(self.into): "linear latents", id(self.out): "linear out"}
+        names |= {id(self.keys): "queries to latent", id(self.values): "latent to values"}
+        return names | ({id(self.outof): "linear q"} if self.outof is not None else {})
+
+
+LATENT_EPS = 1e-6  # in the norms of latents and index keys, whatever rms_norm_eps is
+
+
+def rope_first(heads: int, before: int, turned: int, after: int, pairs: bool) -> Tensor:
+    """An order of the rows of heads, of each of which rope turns some, not the rows around them:
+    those of all heads first, then the rest. pairs: neighbours are turned; they become halves."""
+    rows = torch.arange(heads * (before + turned + after)).view(heads, -1)
+    first, middle, last = rows.split((before, turned, after), 1)
+    if pairs:
+        middle = middle.view(heads, -1, 2).transpose(1, 2)
+    return torch.cat((middle.flatten(), torch.cat((first, last), 1).flatten()))
+
+
 class MLP:
     """The gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, take: "Take", prefix: str, config: Config):
-        E, F, bias = config.width, config.mlp, config.mlp_bias
+    def __init__(self, take: "Take", prefix: str, config: Config, inner: int = 0):
+        E, F, bias = config.width, inner or config.mlp, config.mlp_bias
         self.gelu = config.gelu
         names = [prefix + "gate_proj", prefix + "up_proj"]
         self.gate_up, self.gate_up_bias = take.linear(names, (F, F), E, bias)
@@ -354,16 +547,44 @@ class Experts:
         names = [f"{prefix}experts.{i}." for i in range(config.experts)]
         self.gate_up = take.experts([[n + "gate_proj", n + "up_proj"] for n in names], (F, F), E)
         self.down = take.experts([[n + "down_proj"] for n in names], (E,), F)
+        if config.sigmoid_experts:
+            name = prefix + "gate.e_score_correction_bias"
+            self.bias = take(name, (config.experts,), torch.float32)
+        self.shared = None
+        if config.shared_mlp:
+            self.shared = MLP(take, prefix + "shared_experts.", config, config.shared_mlp)
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = kernels.linear(x, self.router).float().softmax(-1)  # (T, experts)
-        weights, chosen = scores.topk(self.config.experts_per_token, -1)
+        scores = kernels.linear(x, self.router).float()  # (T, experts)
+        if self.config.sigmoid_experts:
+            weights, chosen = self._by_group(scores.sigmoid())
+        else:
+            weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token, -1)
         if self.config.normalise_experts:
             weights = weights / weights.sum(-1, keepdim=True)
-        return kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
+        if self.config.expert_scale != 1:
+            weights = weights * self.config.expert_scale
+        out = kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _by_group(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and indices (T, K) of a row's best experts, all of its best groups
+        (DeepSeek-AI 2412.19437). A group is worth its two best experts. The bias, which evens
+        out how often each is chosen, counts in choosing only."""
+        groups, config = self.config.expert_groups, self.config
+        order = scores + self.bias
+        if config.groups_per_token < groups:
+            order = order.view(len(scores), groups, -1)
+            worth = order.topk(2, -1).values.sum(-1)  # (T, groups)
+            best = worth.topk(config.groups_per_token, -1).indices
+            closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+            order = order.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        chosen = order.topk(config.experts_per_token, -1).indices
+        return scores.gather(1, chosen), chosen
 
     def names(self) -> dict[int, str]:
-        return {id(self.router): "linear router"}
+        names = {} if self.shared is None else self.shared.names()
+        return {id(self.router): "linear router"} | names
 
 
 @dataclass
@@ -374,12 +595,14 @@ class Layer:
     """
 
     norm: Tensor
-    mixer: Attention
+    mixer: Attention | Latent
     mlp_norm: Tensor
     mlp: MLP | Experts
 
 
-MIXERS = {"full": Attention, "sliding": Attention}  # by LayerSpec.kind
+MIXERS = {  # by LayerSpec.kind
+    "full": Attention, "sliding": Attention, "latent": Latent, "sparse": Latent,
+}  # fmt: skip
 
 
 class Model:
@@ -402,6 +625,7 @@ class Model:
         """
         self.config = config
         take = Take(tensors, torch.device(device), dtype, quantize)
+        take.ignore(config.ignored)
         V, E = config.vocab, config.width
         self.embedding = take("model.embed_tokens.weight", (V, E))
         self.layers: list[Layer] = []
@@ -488,12 +712,15 @@ class Take:
         # rotary tables and their like, which old checkpoints store: computed here instead
         self.left = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
         self.nbytes = 0
+        self.order: dict[str, Tensor] = {}  # name -> its rows in the order they are wanted in
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None):
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor {name}, of shape {list(shape)}")
-        tensor = self.tensors[name].to(self.device, self.dtype)
+        tensor = self.tensors[name].to(self.device, dtype or self.dtype)
         self._consume(name, shape, tensor.shape)
+        if name in self.order:
+            tensor = tensor[self.order[name]]
         self.nbytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -560,6 +787,10 @@ class Take:
             if not torch.equal(self.tensors[name], self.tensors[other]):
                 raise ValueError(f"{name} differs from {other}, but tie_word_embeddings is true")
             self.left.discard(name)
+
+    def ignore(self, prefixes: tuple[str, ...]):
+        """Tensors that may be there and are not run, such as layers for further tokens."""
+        self.left = {name for name in self.left if not name.startswith(prefixes)}
 
     def finish(self):
         if self.left:
@@ -746,10 +977,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         layer = f"model.layers.{i}."
         table[layer + "input_layernorm.weight"] = (E,)
         table[layer + "post_attention_layernorm.weight"] = (E,)
-        linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
-        linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
+        if spec.kind in ("latent", "sparse"):
+            table |= _latent_shapes(layer + "self_attn.", spec, config)
+        else:
+            linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
+            linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
+            linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
+            linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
         if config.qk_norm:
             table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
             table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
@@ -757,12 +991,39 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             linear(layer + "mlp.gate", config.experts, E, False)
             for e in range(config.experts):
                 mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
+            if config.sigmoid_experts:
+                table[layer + "mlp.gate.e_score_correction_bias"] = (config.experts,)
+                mlp(layer + "mlp.shared_experts.", config.shared_mlp, False)
         else:
             mlp(layer + "mlp.", config.mlp, config.mlp_bias)
     table["model.norm.weight"] = (E,)
     if not config.tied:
         linear("lm_head", V, E, False)
     return table
+
+
+def _latent_shapes(prefix: str, spec: LayerSpec, config: Config) -> dict[str, tuple[int, ...]]:
+    """The same of one layer's latent attention, with its index if it is sparse."""
+    E, H, rank, ranked = config.width, config.heads, spec.values, config.q_rank
+    queries = (H * (config.plain_dim + config.rotary), ranked or E)
+    table: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (spec.dim, E),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (H * (config.plain_dim + config.value_dim), rank),
+        "o_proj.weight": (E, H * config.value_dim),
+        "q_b_proj.weight" if ranked else "q_proj.weight": queries,
+    }
+    if ranked:
+        table |= {"q_a_proj.weight": (ranked, E), "q_a_layernorm.weight": (ranked,)}
+    if spec.index:
+        table |= {
+            "indexer.wq_b.weight": (config.index_heads * spec.index, ranked),
+            "indexer.wk.weight": (spec.index, E),
+            "indexer.k_norm.weight": (spec.index,),
+            "indexer.k_norm.bias": (spec.index,),
+            "indexer.weights_proj.weight": (config.index_heads, E),
+        }
+    return {prefix + name: shape for name, shape in table.items()}
 
 
 class RandomTensors(Mapping):
@@ -795,7 +1056,7 @@ class RandomTensors(Mapping):
             count = min(len(flat) - done, self.TAPE - at)
             torch.mul(self.tape[at : at + count], scale, out=flat[done : done + count])
             done, at = done + count, 0
-        return (flat + 1 if "norm" in name else flat).view(shape)
+        return (flat + 1 if name.endswith("norm.weight") else flat).view(shape)
 
     def __contains__(self, name):
         return name in self.shapes  # Mapping's own would make the tensor
@@ -1371,7 +1632,7 @@ def random(config: Config, seed: int = 0) -> Checkpoint:
     tensors = {}
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=draw) * (0.3 if len(shape) == 1 else 0.2)
-        tensors[name] = values + 1 if "norm" in name else values
+        tensors[name] = values + 1 if name.endswith("norm.weight") else values
     return Checkpoint(config, tensors, name="random")
 
 

@@ -28,10 +28,14 @@ FAMILIES = [
     "llama2", "llama3", "llama_linear", "llama_yarn", "llama_bias", "llama_gelu", "smollm2",
     "smollm3",
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
+    "deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32",
 ]  # fmt: skip
 # llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
 # routing weights that are not normalised, or for an activation: it knows the published models only
-NOT_GGUF = ("smollm3_listed", "qwen3_moe_mixed", "llama_gelu")
+NOT_GGUF = (
+    "smollm3_listed", "qwen3_moe_mixed", "llama_gelu",
+    "deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32",
+)  # fmt: skip
 GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
 torch.set_num_threads(1)

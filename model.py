@@ -176,17 +176,20 @@ def _experts(config: dict, count: int) -> dict:
 
 
 def _refuse_deepseek(config: dict):
+    sparse = config["model_type"] == "deepseek_v32"
     known = {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "attention_bias": False,
-        "moe_layer_freq": 1,
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,) if sparse else (True, False),
     }
-    if config["model_type"] == "deepseek_v32":
-        known["rope_interleave"] = True  # the reference has no other
-    for name, only in known.items():
-        if config.get(name, only) not in (only, None):
-            raise ValueError(f"{name} {config[name]!r} is not {only!r}")
+    for name, values in known.items():
+        if config.get(name) not in (None, *values):
+            raise ValueError(f"{name} {config[name]!r} is not {values[0]!r}")
+    kind = "indexed_attention" if sparse else "full_attention"
+    if others := set(config.get("layer_types") or ()) - {kind}:
+        raise ValueError(f"layer_types {sorted(others)} are not {kind!r}")
     if positive(config, "qk_rope_head_dim") % 2:
         raise ValueError(f"qk_rope_head_dim {config['qk_rope_head_dim']} is odd: rope turns pairs")
     if config.get("index_head_dim", math.inf) < config["qk_rope_head_dim"]:
@@ -428,81 +431,85 @@ class Attention:
 class Latent:
     """Multi-head latent attention (DeepSeek-AI 2405.04434), absorbed.
 
-    Of a token one latent c is stored, and a part of a key that rope turns and all heads share.
+    Of a token one latent c is stored, beside a part of a key that rope turns and all heads share.
     A head's own key is K c and its value V c, but neither is made: q . K c = K'q . c, so queries
-    go to the latent's space, attend there, and V brings the result back.
+    go to the latent's space and attend there, and V brings the result back.
 
-    A sparse layer also stores an index key (DeepSeek-AI 2512.02556): by index queries, which have
-    heads of their own, a row chooses the tokens it reads.
+    A sparse layer also stores an index key (DeepSeek-AI 2512.02556): with queries of its own a
+    row chooses by it which tokens it reads.
     """
 
     def __init__(self, take: "Take", layer: int, config: Config):
-        self.layer, self.config, self.spec = layer, config, config.specs[layer]
+        self.layer, self.config, spec = layer, config, config.specs[layer]
         self.rope = config.rope_of[layer]
-        prefix = f"model.layers.{layer}.self_attn."
-        E, H, R = config.width, config.heads, config.rotary
-        rank, index = self.spec.values, self.spec.index
-        heads, plain = H * (config.plain_dim + R), config.plain_dim
-        queries = prefix + ("q_b_proj" if config.q_rank else "q_proj")
-        take.order[queries + ".weight"] = rope_first(H, plain, R, 0, config.pairs)
-        keys = prefix + "kv_a_proj_with_mqa"
-        take.order[keys + ".weight"] = rope_first(1, rank, R, 0, config.pairs)
-        into, self.sizes = [queries, keys], [heads, rank + R]
+        H, R, D, rank = config.heads, config.rotary, config.plain_dim, spec.values
+        prefix, queries = f"model.layers.{layer}.self_attn.", H * (D + R)
+        down = {"q_a_proj": config.q_rank} if config.q_rank else {"q_proj": queries}
+        down["kv_a_proj_with_mqa"] = rank + R
+        up = {"q_b_proj": queries}
+        if spec.index:
+            down |= {"indexer.wk": spec.index, "indexer.weights_proj": config.index_heads}
+            up["indexer.wq_b"] = config.index_heads * spec.index
+            order = rope_first(config.index_heads, 0, R, spec.index - R, False)
+            take.order[prefix + "indexer.wq_b.weight"] = order
+            self.index_norm = take(prefix + "indexer.k_norm.weight", (spec.index,))
+            self.index_bias = take(prefix + "indexer.k_norm.bias", (spec.index,))
+        name = "q_b_proj.weight" if config.q_rank else "q_proj.weight"
+        take.order[prefix + name] = rope_first(H, D, R, 0, config.pairs)
+        name = prefix + "kv_a_proj_with_mqa.weight"
+        take.order[name] = rope_first(1, rank, R, 0, config.pairs)
+
+        def linear(parts: dict[str, int], width: int) -> tuple[kernels.Packed, tuple[int, ...]]:
+            names, sizes = [prefix + part for part in parts], tuple(parts.values())
+            return take.linear(names, sizes, width, False)[0], sizes
+
+        self.down, self.sizes = linear(down, config.width)
+        self.up = None
         if config.q_rank:
-            into[0], self.sizes[0] = prefix + "q_a_proj", config.q_rank
             self.q_norm = take(prefix + "q_a_layernorm.weight", (config.q_rank,))
-        outof, self.query_sizes = [queries], [heads]
-        if index:
-            name = prefix + "indexer.wq_b"
-            take.order[name + ".weight"] = rope_first(config.index_heads, 0, R, index - R, False)
-            outof, self.query_sizes = [queries, name], [heads, config.index_heads * index]
-            into += [prefix + "indexer.wk", prefix + "indexer.weights_proj"]
-            self.sizes += [index, config.index_heads]
-            self.key_norm = take(prefix + "indexer.k_norm.weight", (index,))
-            self.key_bias = take(prefix + "indexer.k_norm.bias", (index,))
-        self.into, _ = take.linear(into, tuple(self.sizes), E, False)
-        self.outof = None
-        if config.q_rank:
-            self.outof, _ = take.linear(outof, tuple(self.query_sizes), config.q_rank, False)
+            self.up, self.query_sizes = linear(up, config.q_rank)
         self.norm = take(prefix + "kv_a_layernorm.weight", (rank,))
-        each = plain + config.value_dim
+        each = D + config.value_dim
         expand = take(prefix + "kv_b_proj.weight", (H * each, rank)).view(H, each, rank)
-        self.keys = expand[:, :plain]  # (H, plain, rank)
-        self.values = expand[:, plain:].transpose(1, 2)  # (H, rank, values)
-        self.out, _ = take.linear([prefix + "o_proj"], (E,), H * config.value_dim, False)
+        self.keys = expand[:, :D]  # (H, D, rank)
+        self.values = expand[:, D:].transpose(1, 2)  # (H, rank, values)
+        self.out, _ = linear({"o_proj": config.width}, H * config.value_dim)
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
         # x (T, E), tables (2, T, 1, R) of each rope -> (T, E)
-        T, H, R = len(x), self.config.heads, self.config.rotary
-        turns = tables[self.rope]
-        q, kv, *index = kernels.linear(x, self.into).split(self.sizes, -1)
-        if self.outof is not None:
-            q = kernels.linear(kernels.rms_norm(q, self.q_norm, LATENT_EPS), self.outof)
+        R, turns, index = self.config.rotary, tables[self.rope], None
+        q, kv, *rest = kernels.linear(x, self.down).split(self.sizes, -1)
+        if self.up is not None:
+            q = kernels.linear(kernels.rms_norm(q, self.q_norm, LATENT_EPS), self.up)
             q, *index_q = q.split(self.query_sizes, -1)
-        turned, plain = q[:, : H * R].view(T, H, R), q[:, H * R :].view(T, H, -1)
-        q = torch.cat((kernels.per_head(plain, self.keys), kernels.rope(turned, turns)), -1)
-        latent = kernels.rms_norm(kv[:, R:], self.norm, LATENT_EPS)
-        k = torch.cat((latent[:, None], kernels.rope(kv[:, None, :R], turns)), -1)
-        chosen_by = self._index(*index_q, *index, turns) if index else None
-        o = step.attend(self.layer, q, k, None, scale=self.config.scale, index=chosen_by)
-        return kernels.linear(kernels.per_head(o, self.values).reshape(T, -1), self.out)
+            index = self._index(*index_q, *rest, turns) if rest else None
+        turned, plain = self._turned(q, self.config.heads, turns)
+        q = torch.cat((kernels.per_head(plain, self.keys), turned), -1)
+        latent = kernels.rms_norm(kv[:, R:], self.norm, LATENT_EPS)[:, None]
+        k = torch.cat((latent, kernels.rope(kv[:, None, :R], turns)), -1)
+        o = step.attend(self.layer, q, k, None, scale=self.config.scale, index=index)
+        return kernels.linear(kernels.per_head(o, self.values).flatten(1), self.out)
+
+    def _turned(self, x: Tensor, heads: int, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """What rope turns of heads x (T, heads * D) in the order `rope_first`, and the rest."""
+        R, D = self.config.rotary, x.shape[1] // heads
+        turned = x[:, : heads * R].unflatten(1, (heads, R))
+        return kernels.rope(turned, turns), x[:, heads * R :].unflatten(1, (heads, D - R))
 
     def _index(self, q: Tensor, k: Tensor, weights: Tensor, turns: Tensor):
-        """Index queries (T, Hi, Di), keys (T, Di) and head weights (T, Hi): `kernels.choose`.
+        """Index queries (T, Hi, Di), keys (T, Di), head weights (T, Hi) for `kernels.choose`.
 
-        The reference also scales the weights by (Hi Di)^-0.5, which changes no choice.
+        The reference scales the weights by (Hi Di)^-0.5, too, which changes no choice.
         """
-        T, H, R = len(q), self.config.index_heads, self.config.rotary
-        turned, plain = q[:, : H * R].view(T, H, R), q[:, H * R :].view(T, H, -1)
-        q = torch.cat((kernels.rope(turned, turns), plain), -1)
-        k = kernels.layer_norm(k, self.key_norm, self.key_bias, LATENT_EPS)
-        k = torch.cat((kernels.rope(k[:, None, :R], turns)[:, 0], k[:, R:]), -1)
-        return q, k, weights.float()
+        q = torch.cat(self._turned(q, self.config.index_heads, turns), -1)
+        k = kernels.layer_norm(k, self.index_norm, self.index_bias, LATENT_EPS)
+        k = torch.cat(self._turned(k, 1, turns), -1)[:, 0]
+        return q, k, weights.float().contiguous()
 
     def names(self) -> dict[int, str]:
-        names = {id(self.into): "linear latents", id(self.out): "linear out"}
+        names = {id(self.down): "linear latents", id(self.out): "linear out"}
         names |= {id(self.keys): "queries to latent", id(self.values): "latent to values"}
-        return names | ({id(self.outof): "linear q"} if self.outof is not None else {})
+        return names if self.up is None else names | {id(self.up): "linear q"}
 
 
 LATENT_EPS = 1e-6  # in the norms of latents and index keys, whatever rms_norm_eps is
@@ -561,7 +568,7 @@ class Experts:
         else:
             weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token, -1)
         if self.config.normalise_experts:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         if self.config.expert_scale != 1:
             weights = weights * self.config.expert_scale
         out = kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)

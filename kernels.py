@@ -368,6 +368,16 @@ def gated_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * width + f, (gate * up).to(out.dtype.element_ty), mask=f < width)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias of each row: x (T, D) (Ba et al. 2016)."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head's rows times its own matrix: x (T, H, D), weight (H, D, F) -> (T, H, F)."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -422,7 +432,7 @@ def choose(q: Tensor, keys: Tensor, weights: Tensor, top: int) -> Tensor:
     products = (q.float() @ keys.float().T).relu()  # (n, H, N)
     scores = torch.einsum("nhl,nh->nl", products, weights.float())
     later = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
-    order = scores.masked_fill_(later, -torch.inf).sort(-1, descending=True, stable=True).indices
+    order = scores.masked_fill_(later, -torch.inf).sort(descending=True, stable=True).indices
     chosen = torch.zeros_like(later).scatter_(1, order[:, :top], True)
     return chosen & ~later
 
@@ -1333,6 +1343,10 @@ def _linear_cost(result, spans, x, weight, *rest) -> tuple[int, float]:
     return weight.nbytes + x.nbytes + result.nbytes, 2.0 * result.numel() * x.shape[-1]
 
 
+def _per_head_cost(result, spans, x, weight) -> tuple[int, float]:
+    return weight.nbytes + x.nbytes + result.nbytes, 2.0 * result.numel() * x.shape[-1]
+
+
 def _attention_cost(result, spans, q, keys, values, view, causal=True, **rest):
     """What a request has stored is read once; its row at position p meets p + 1 of it."""
     heads, dim = q.shape[-2:]
@@ -1363,6 +1377,7 @@ def _plain_cost(result, spans, *given, **options) -> tuple[int, float]:
 
 COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and its arguments
     "linear": _linear_cost,
+    "per_head": _per_head_cost,
     "attention": _attention_cost,
     "store_kv": _store_cost,
     "experts": _experts_cost,

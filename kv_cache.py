@@ -89,7 +89,10 @@ GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B le
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
 }
-NESTED = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}  # model_type of a model that also sees -> of its text part
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "gemma3": "gemma3_text",
+}  # model_type of a model that also sees -> of its text part
 
 
 def text(config: dict) -> dict:

@@ -15,8 +15,8 @@ The data      tokens (T,) -> embedding (T, E)
               same from a folder of safetensors and from a GGUF file
 
 Invariants    1. a row's logits depend on its own request's rows at positions up to its own
-              2. every tensor of the file is consumed (old rotary tables apart) and every
-                 parameter is filled
+              2. every tensor of the file is consumed (old rotary tables and layers that draft
+                 further tokens apart) and every parameter is filled
               3. rope is applied before a key is stored: cached keys are never turned again
               4. what the config asks for and this file does not do is refused by name
 
@@ -83,10 +83,25 @@ class Config:
     expert_mlp: int = 0
     expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
-    shared_mlp: int = 0  # inside the expert that every row goes through; 0: there is none
     gate: bool = False  # attention's output is multiplied by a sigmoid
     by_key_head: bool = False  # DeltaNet's projections are stored so
+    sigmoid_experts: bool = False  # DeepSeek's routing: see `Experts._by_group`
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0  # of what the chosen experts say together
+    shared_mlp: int = 0  # width of an MLP beside the experts that every row goes through
+    shared_gate: bool = False  # by as much as a gate of its own says
+    q_rank: int = 0  # queries are made from a latent of this size; 0: from x
+    plain_dim: int = 0  # of a latent layer's head: what is not turned
+    value_dim: int = 0  # of a latent layer's head
+    pairs: bool = False  # the checkpoint's rope turns neighbours, not halves
+    index_heads: int = 0
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that are not run
     stop_ids: tuple[int, ...] = ()
+
+    @property
+    def shared_name(self) -> str:
+        return "shared_expert." if self.shared_gate else "shared_experts."
 
     @classmethod
     def from_hf(cls, config: dict) -> "Config":
@@ -128,12 +143,13 @@ class Config:
             by_key_head=family == "qwen3_next",
             **(_experts(config, count) if family in EXPERTS else {}),
             **(_gemma(config) if family == "gemma3_text" else {}),
+            **(_deepseek(config, specs, ropes[0]) if family in kv_cache.LATENT else {}),
         )
 
 
 RUN = (  # model_types
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "qwen3_next",
-    "qwen3_5_text",
+    "qwen3_5_text", "deepseek_v3", "deepseek_v32",
 )  # fmt: skip
 WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text")  # those whose windows are checked
 EXPERTS = ("qwen3_moe", "qwen3_next")  # those with experts
@@ -148,12 +164,14 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
             " are read"
         )
-    only_silu = family in EXPERTS or family in kv_cache.HYBRID
+    only_silu = family in EXPERTS or family in kv_cache.HYBRID | kv_cache.LATENT
     known = ("silu",) if only_silu else ("silu", "gelu_pytorch_tanh")
     if config.get("hidden_act", "silu") not in known:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not {' or '.join(known)}")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
         raise ValueError(f"mlp_bias is not known in {family}")
+    if family in kv_cache.LATENT:
+        return _refuse_deepseek(config)
     if specs[0].dim % 2:
         raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
     if family not in WINDOWED and any(spec.kind == "sliding" for spec in specs):
@@ -213,7 +231,91 @@ def _experts(config: dict, count: int) -> dict:
         "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
         "normalise_experts": flag(config, "norm_topk_prob", shared),
         "shared_mlp": positive(config, "shared_expert_intermediate_size") if shared else 0,
+        "shared_gate": shared,
     }
+
+
+def _refuse_deepseek(config: dict):
+    sparse = config["model_type"] == "deepseek_v32"
+    known = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,) if sparse else (True, False),
+    }
+    for name, values in known.items():
+        if config.get(name) not in (None, *values):
+            raise ValueError(f"{name} {config[name]!r} is not {values[0]!r}")
+    kind = "indexed_attention" if sparse else "full_attention"
+    if others := set(config.get("layer_types") or ()) - {kind}:
+        raise ValueError(f"layer_types {sorted(others)} are not {kind!r}")
+    if positive(config, "qk_rope_head_dim") % 2:
+        raise ValueError(f"qk_rope_head_dim {config['qk_rope_head_dim']} is odd: rope turns pairs")
+    if config.get("index_head_dim", math.inf) < config["qk_rope_head_dim"]:
+        raise ValueError(
+            f"index_head_dim {config['index_head_dim']} is less than qk_rope_head_dim"
+            f" {config['qk_rope_head_dim']}: rope turns a part of an index key"
+        )
+
+
+def _deepseek(config: dict, specs: tuple[LayerSpec, ...], rope: dict) -> dict:
+    """The fields of latent attention and of its experts; what is absent is as in transformers."""
+    plain, value = (positive(config, f"{name}_head_dim") for name in ("qk_nope", "v"))
+    sharper = 1.0
+    if rope["rope_type"] != "default":
+        sharper = _mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0)
+    sparse = specs[0].kind == "sparse"
+    ranked = sparse or config.get("q_lora_rank") is not None
+    further = config.get("num_nextn_predict_layers") or 0
+    return {
+        "q_rank": positive(config, "q_lora_rank") if ranked else 0,
+        "plain_dim": plain,
+        "value_dim": value,
+        "pairs": flag(config, "rope_interleave", True),
+        "scale": (plain + config["qk_rope_head_dim"]) ** -0.5 * sharper**2,
+        "index_heads": positive(config, "index_n_heads") if sparse else 0,
+        "ignored": tuple(f"model.layers.{len(specs) + i}." for i in range(further)),
+        **_deepseek_experts(config, len(specs)),
+    }
+
+
+def _deepseek_experts(config: dict, count: int) -> dict:
+    experts = positive(config, "n_routed_experts")
+    chosen = positive(config, "num_experts_per_tok")
+    groups, open_groups = positive(config, "n_group", 8), positive(config, "topk_group", 4)
+    if experts % groups or open_groups > groups or experts // groups < min(groups, 2):
+        raise ValueError(
+            f"topk_group {open_groups} of n_group {groups} of n_routed_experts {experts}: no such"
+            " groups of two or more"
+        )
+    if chosen > experts // groups * open_groups:
+        raise ValueError(
+            f"num_experts_per_tok {chosen} is more than {open_groups} groups of"
+            f" {experts // groups} experts have"
+        )
+    inner = positive(config, "moe_intermediate_size")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_mlp": inner,
+        "expert_layers": _deepseek_layers(config, count),
+        "normalise_experts": flag(config, "norm_topk_prob", True),
+        "sigmoid_experts": True,
+        "expert_groups": groups,
+        "groups_per_token": open_groups,
+        "expert_scale": number(config, "routed_scaling_factor", 2.5),
+        "shared_mlp": inner * positive(config, "n_shared_experts", 1),
+    }
+
+
+def _deepseek_layers(config: dict, count: int) -> tuple[int, ...]:
+    """The layers that have experts: all but the first few, or as they are listed."""
+    if listed := config.get("mlp_layer_types"):
+        if len(listed) != count or set(listed) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types of {count} layers: {listed}")
+        return tuple(i for i, kind in enumerate(listed) if kind == "sparse")
+    return tuple(range(config.get("first_k_dense_replace", 3), count))
 
 
 def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
@@ -225,6 +327,8 @@ def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 GELU = "gelu_pytorch_tanh"
+
+
 def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | None, ...]]:
     """The ropes, and which of them each layer uses: Gemma 3 has another one where it slides."""
     if config["model_type"] != "gemma3_text":
@@ -298,6 +402,8 @@ def _rotary(config: dict, rope: dict, specs: tuple[LayerSpec, ...]) -> int:
     Fields of multimodal positions (mrope_section) are passed over: a text's positions are the
     same in time, height and width, so that it does not matter which pair is turned by which.
     """
+    if config["model_type"] in kv_cache.LATENT:
+        return positive(config, "qk_rope_head_dim")
     dim = next((spec.dim for spec in specs if spec.kind != "linear"), 0)
     name, quarter = "partial_rotary_factor", config["model_type"] in kv_cache.HYBRID
     part = number(config if rope.get(name) is None else rope, name, 0.25 if quarter else 1)
@@ -364,15 +470,17 @@ def _yarn(plain: Tensor, rope: dict, dim: int) -> tuple[Tensor, float]:
     return frequencies, _yarn_attention(rope, factor)
 
 
-def _yarn_attention(rope: dict, factor: float) -> float:
-    def scale(multiplier: float) -> float:
-        return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+def _mscale(factor: float, multiplier: float) -> float:
+    """What YaRN makes attention sharper by, for a context `factor` times as long."""
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
+
+def _yarn_attention(rope: dict, factor: float) -> float:
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
-    return scale(1)
+        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+    return _mscale(factor, 1)
 
 
 # ---------------------------------------------------------------- the layers
@@ -489,10 +597,107 @@ def _heads_apart(spec: LayerSpec) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2405.04434), absorbed.
+
+    Of a token one latent c is stored, beside a part of a key that rope turns and all heads share.
+    A head's own key is K c and its value V c, but neither is made: q . K c = K'q . c, so queries
+    go to the latent's space and attend there, and V brings the result back.
+
+    A sparse layer also stores an index key (DeepSeek-AI 2512.02556): with queries of its own a
+    row chooses by it which tokens it reads.
+    """
+
+    def __init__(self, take: "Take", layer: int, config: Config):
+        self.layer, self.config, spec = layer, config, config.specs[layer]
+        self.rope = config.rope_of[layer]
+        H, R, D, rank = config.heads, config.rotary, config.plain_dim, spec.values
+        prefix, queries = f"model.layers.{layer}.self_attn.", H * (D + R)
+        down = {"q_a_proj": config.q_rank} if config.q_rank else {"q_proj": queries}
+        down["kv_a_proj_with_mqa"] = rank + R
+        up = {"q_b_proj": queries}
+        if spec.index:
+            down |= {"indexer.wk": spec.index, "indexer.weights_proj": config.index_heads}
+            up["indexer.wq_b"] = config.index_heads * spec.index
+            order = rope_first(config.index_heads, 0, R, spec.index - R, False)
+            take.order[prefix + "indexer.wq_b.weight"] = order
+            self.index_norm = take(prefix + "indexer.k_norm.weight", (spec.index,))
+            self.index_bias = take(prefix + "indexer.k_norm.bias", (spec.index,))
+        name = "q_b_proj.weight" if config.q_rank else "q_proj.weight"
+        take.order[prefix + name] = rope_first(H, D, R, 0, config.pairs)
+        name = prefix + "kv_a_proj_with_mqa.weight"
+        take.order[name] = rope_first(1, rank, R, 0, config.pairs)
+
+        def linear(parts: dict[str, int], width: int) -> tuple[kernels.Packed, tuple[int, ...]]:
+            names, sizes = [prefix + part for part in parts], tuple(parts.values())
+            return take.linear(names, sizes, width, False)[0], sizes
+
+        self.down, self.sizes = linear(down, config.width)
+        self.up = None
+        if config.q_rank:
+            self.q_norm = take(prefix + "q_a_layernorm.weight", (config.q_rank,))
+            self.up, self.query_sizes = linear(up, config.q_rank)
+        self.norm = take(prefix + "kv_a_layernorm.weight", (rank,))
+        each = D + config.value_dim
+        expand = take(prefix + "kv_b_proj.weight", (H * each, rank)).view(H, each, rank)
+        self.keys = expand[:, :D]  # (H, D, rank)
+        self.values = expand[:, D:].transpose(1, 2)  # (H, rank, values)
+        self.out, _ = linear({"o_proj": config.width}, H * config.value_dim)
+
+    def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
+        # x (T, E), tables (2, T, 1, R) of each rope -> (T, E)
+        R, turns, index = self.config.rotary, tables[self.rope], None
+        q, kv, *rest = kernels.linear(x, self.down).split(self.sizes, -1)
+        if self.up is not None:
+            q = kernels.linear(kernels.rms_norm(q, self.q_norm, LATENT_EPS), self.up)
+            q, *index_q = q.split(self.query_sizes, -1)
+            index = self._index(*index_q, *rest, turns) if rest else None
+        turned, plain = self._turned(q, self.config.heads, turns)
+        q = torch.cat((kernels.per_head(plain, self.keys), turned), -1)
+        latent = kernels.rms_norm(kv[:, R:], self.norm, LATENT_EPS)[:, None]
+        k = torch.cat((latent, kernels.rope(kv[:, None, :R], turns)), -1)
+        o = step.attend(self.layer, q, k, None, scale=self.config.scale, index=index)
+        return kernels.linear(kernels.per_head(o, self.values).flatten(1), self.out)
+
+    def _turned(self, x: Tensor, heads: int, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """What rope turns of heads x (T, heads * D) in the order `rope_first`, and the rest."""
+        R, D = self.config.rotary, x.shape[1] // heads
+        turned = x[:, : heads * R].unflatten(1, (heads, R))
+        return kernels.rope(turned, turns), x[:, heads * R :].unflatten(1, (heads, D - R))
+
+    def _index(self, q: Tensor, k: Tensor, weights: Tensor, turns: Tensor):
+        """Index queries (T, Hi, Di), keys (T, Di), head weights (T, Hi) for `kernels.choose`.
+
+        The reference scales the weights by (Hi Di)^-0.5, too, which changes no choice.
+        """
+        q = torch.cat(self._turned(q, self.config.index_heads, turns), -1)
+        k = kernels.layer_norm(k, self.index_norm, self.index_bias, LATENT_EPS)
+        k = torch.cat(self._turned(k, 1, turns), -1)[:, 0]
+        return q, k, weights.float().contiguous()
+
+    def names(self) -> dict[int, str]:
+        names = {id(self.down): "linear latents", id(self.out): "linear out"}
+        names |= {id(self.keys): "queries to latent", id(self.values): "latent to values"}
+        return names if self.up is None else names | {id(self.up): "linear q"}
+
+
+LATENT_EPS = 1e-6  # in the norms of latents and index keys, whatever rms_norm_eps is
+
+
+def rope_first(heads: int, before: int, turned: int, after: int, pairs: bool) -> Tensor:
+    """An order of the rows of heads, of each of which rope turns some, not the rows around them:
+    those of all heads first, then the rest. pairs: neighbours are turned; they become halves."""
+    rows = torch.arange(heads * (before + turned + after)).view(heads, -1)
+    first, middle, last = rows.split((before, turned, after), 1)
+    if pairs:
+        middle = middle.view(heads, -1, 2).transpose(1, 2)
+    return torch.cat((middle.flatten(), torch.cat((first, last), 1).flatten()))
+
+
 class MLP:
     """The gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, take: "Take", prefix: str, config: Config, inner: int | None = None):
+    def __init__(self, take: "Take", prefix: str, config: Config, inner: int = 0):
         E, F, bias = config.width, inner or config.mlp, config.mlp_bias
         self.gelu = config.gelu
         names = [prefix + "gate_proj", prefix + "up_proj"]
@@ -510,34 +715,60 @@ class MLP:
 
 class Experts:
     """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017), and
-    some families' rows through a shared one too, by as much as its gate says."""
+    some families' rows through a shared one too."""
 
     def __init__(self, take: "Take", prefix: str, config: Config):
         self.config = config
         E, F = config.width, config.expert_mlp
         routers, outs = [prefix + "gate"], (config.experts,)
-        if config.shared_mlp:
-            self.shared = MLP(take, prefix + "shared_expert.", config, config.shared_mlp)
+        if config.shared_gate:
             routers, outs = [*routers, prefix + "shared_expert_gate"], (*outs, 1)
         self.router, _ = take.linear(routers, outs, E, False, plain=True)
         names = [f"{prefix}experts.{i}." for i in range(config.experts)]
         self.gate_up = take.experts([[n + "gate_proj", n + "up_proj"] for n in names], (F, F), E)
         self.down = take.experts([[n + "down_proj"] for n in names], (E,), F)
+        if config.sigmoid_experts:
+            name = prefix + "gate.e_score_correction_bias"
+            self.bias = take(name, (config.experts,), torch.float32)
+        self.shared = None
+        if config.shared_mlp:
+            self.shared = MLP(take, prefix + config.shared_name, config, config.shared_mlp)
 
     def __call__(self, x: Tensor) -> Tensor:
         routed = kernels.linear(x, self.router)  # (T, experts), and the shared one's gate
-        scores = routed[:, : self.config.experts].float().softmax(-1)
-        weights, chosen = scores.topk(self.config.experts_per_token, -1)
+        scores = routed[:, : self.config.experts].float()
+        if self.config.sigmoid_experts:
+            weights, chosen = self._by_group(scores.sigmoid())
+        else:
+            weights, chosen = scores.softmax(-1).topk(self.config.experts_per_token, -1)
         if self.config.normalise_experts:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        if self.config.expert_scale != 1:
+            weights = weights * self.config.expert_scale
         out = kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
-        if self.config.shared_mlp:
-            out = out + routed[:, -1:].sigmoid() * self.shared(x)
-        return out
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (routed[:, -1:].sigmoid() * shared if self.config.shared_gate else shared)
+
+    def _by_group(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and indices (T, K) of a row's best experts, all of its best groups
+        (DeepSeek-AI 2412.19437). A group is worth its two best experts. The bias, which evens
+        out how often each is chosen, counts in choosing only."""
+        groups, config = self.config.expert_groups, self.config
+        order = scores + self.bias
+        if config.groups_per_token < groups:
+            order = order.view(len(scores), groups, -1)
+            worth = order.topk(2, -1).values.sum(-1)  # (T, groups)
+            best = worth.topk(config.groups_per_token, -1).indices
+            closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+            order = order.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        chosen = order.topk(config.experts_per_token, -1).indices
+        return scores.gather(1, chosen), chosen
 
     def names(self) -> dict[int, str]:
-        shared = self.shared.names() if self.config.shared_mlp else {}
-        return {id(self.router): "linear router"} | shared
+        names = {} if self.shared is None else self.shared.names()
+        return {id(self.router): "linear router"} | names
 
 
 @dataclass
@@ -549,7 +780,7 @@ class Layer:
     """
 
     norm: Tensor
-    mixer: Attention | DeltaNet
+    mixer: Attention | DeltaNet | Latent
     mlp_norm: Tensor
     mlp: MLP | Experts
     mixed_norm: Tensor | None = None
@@ -560,7 +791,9 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else kernels.rms_norm(x, weight, eps)
 
 
-MIXERS = {"full": Attention, "sliding": Attention, "linear": DeltaNet}  # by LayerSpec.kind
+MIXERS = {  # by LayerSpec.kind
+    "full": Attention, "sliding": Attention, "linear": DeltaNet, "latent": Latent, "sparse": Latent,
+}  # fmt: skip
 
 
 class Model:
@@ -583,6 +816,7 @@ class Model:
         """
         self.config = config
         take = Take(tensors, torch.device(device), dtype, quantize)
+        take.ignore(config.ignored)
         V, E = config.vocab, config.width
         self.embedding = take("model.embed_tokens.weight", (V, E))
         self.layers: list[Layer] = []
@@ -676,12 +910,15 @@ class Take:
         # rotary tables and their like, which old checkpoints store: computed here instead
         self.left = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
         self.nbytes = 0
+        self.order: dict[str, Tensor] = {}  # name -> its rows in the order they are wanted in
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype=None) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None):
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor {name}, of shape {list(shape)}")
         tensor = self.tensors[name].to(self.device, dtype or self.dtype)
         self._consume(name, shape, tensor.shape)
+        if name in self.order:
+            tensor = tensor[self.order[name]]
         self.nbytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -758,6 +995,10 @@ class Take:
             if not torch.equal(self.tensors[name], self.tensors[other]):
                 raise ValueError(f"{name} differs from {other}, but tie_word_embeddings is true")
             self.left.discard(name)
+
+    def ignore(self, prefixes: tuple[str, ...]):
+        """Tensors that may be there and are not run, such as layers for further tokens."""
+        self.left = {name for name in self.left if not name.startswith(prefixes)}
 
     def finish(self):
         if self.left:
@@ -984,14 +1225,20 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     for i, spec in enumerate(config.specs):
         layer = f"model.layers.{i}."
         table |= {f"{layer}{name}.weight": (E,) for name in layer_norms(config)}
-        (delta if spec.kind == "linear" else attention)(layer, spec)
+        if spec.kind in ("latent", "sparse"):
+            table |= _latent_shapes(layer + "self_attn.", spec, config)
+        else:
+            (delta if spec.kind == "linear" else attention)(layer, spec)
         if i in config.expert_layers:
             linear(layer + "mlp.gate", config.experts, E, False)
-            if config.shared_mlp:
+            if config.shared_gate:
                 linear(layer + "mlp.shared_expert_gate", 1, E, False)
-                mlp(layer + "mlp.shared_expert.", config.shared_mlp, False)
+            if config.shared_mlp:
+                mlp(layer + "mlp." + config.shared_name, config.shared_mlp, False)
             for e in range(config.experts):
                 mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
+            if config.sigmoid_experts:
+                table[layer + "mlp.gate.e_score_correction_bias"] = (config.experts,)
         else:
             mlp(layer + "mlp.", config.mlp, config.mlp_bias)
     table["model.norm.weight"] = (E,)
@@ -1000,13 +1247,37 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return table
 
 
+def _latent_shapes(prefix: str, spec: LayerSpec, config: Config) -> dict[str, tuple[int, ...]]:
+    """The same of one layer's latent attention, with its index if it is sparse."""
+    E, H, rank, ranked = config.width, config.heads, spec.values, config.q_rank
+    queries = (H * (config.plain_dim + config.rotary), ranked or E)
+    table: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (spec.dim, E),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (H * (config.plain_dim + config.value_dim), rank),
+        "o_proj.weight": (E, H * config.value_dim),
+        "q_b_proj.weight" if ranked else "q_proj.weight": queries,
+    }
+    if ranked:
+        table |= {"q_a_proj.weight": (ranked, E), "q_a_layernorm.weight": (ranked,)}
+    if spec.index:
+        table |= {
+            "indexer.wq_b.weight": (config.index_heads * spec.index, ranked),
+            "indexer.wk.weight": (spec.index, E),
+            "indexer.k_norm.weight": (spec.index,),
+            "indexer.k_norm.bias": (spec.index,),
+            "indexer.weights_proj.weight": (config.index_heads, E),
+        }
+    return {prefix + name: shape for name, shape in table.items()}
+
+
 def mean(name: str, config: Config) -> int:
     """Of random weights: norms multiply by about 1, everything else is near 0.
 
     A rate exp(A_log) near 1 and a dt_bias near 0 make states fade to half from row to row.
     """
     less_one = config.less_one and "linear_attn" not in name
-    return int("norm" in name and not less_one)
+    return int(name.endswith("norm.weight") and not less_one)
 
 
 class RandomTensors(Mapping):

@@ -30,15 +30,17 @@ FAMILIES = [
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
     "mistral_sliding", "qwen2_sliding", "gemma3", "gemma3_old",
     "qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text",
+    "deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32",
 ]  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text")
 # llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
 # routing weights that are not normalised, for an activation, for windows of Mistral and Qwen, or
 # for biases and irregular windows of Gemma: it knows the published models only (and of those with
-# layers of Gated DeltaNet none is read from GGUF here)
+# latents or layers of Gated DeltaNet none is read from GGUF here)
+LATENT = ("deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32")
 NOT_GGUF = (
     "smollm3_listed", "qwen3_moe_mixed", "llama_gelu", "mistral_sliding", "qwen2_sliding", "gemma3",
-    *HYBRID,
+    *HYBRID, *LATENT,
 )  # fmt: skip
 GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
@@ -648,6 +650,201 @@ def test_what_gemma_stores_less_1_and_scales_is_not_rounded_twice():
     assert normed.dtype == torch.bfloat16 and distance(normed, wide) <= 0.02
 
 
+# ---------------------------------------------------------------- latent attention, expanded
+
+
+def turned(x, angles, pairs, factor=1.0):
+    """x (T, heads, R) times e^(i angle): neighbours, or halves, are a number's two parts."""
+    parts = x.unflatten(-1, (-1, 2)) if pairs else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    numbers = torch.view_as_complex(parts.contiguous()) * factor
+    return torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)[:, None])
+
+
+def rms(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def chosen_by_hand(config, get, x, latent, angles):
+    """For each position the set of those it reads, of equal scores the older first."""
+    heads, R = config["index_n_heads"], config["qk_rope_head_dim"]
+    q = (latent @ get("indexer.wq_b").T).unflatten(-1, (heads, -1))
+    k = x @ get("indexer.wk").T
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+    k = (k * get("indexer.k_norm") + get("indexer.k_norm", "bias"))[:, None]
+    q, k = (
+        torch.cat((turned(y[..., :R], angles, False).flatten(2), y[..., R:]), -1) for y in (q, k)
+    )
+    weights = x @ get("indexer.weights_proj").T * (heads * config["index_head_dim"]) ** -0.5
+    products = torch.einsum("thd,sd->hts", q, k[:, 0]).relu()
+    scores = torch.einsum("hts,th->ts", products, weights)
+    return [
+        sorted(range(t + 1), key=lambda s: (-float(scores[t, s]), s))[: config["index_topk"]]
+        for t in range(len(x))
+    ]
+
+
+def expanded(config, tensors, layer, x):
+    """One prompt's latent attention with every head's keys and values, in float64: (T, E)."""
+
+    def get(name, kind="weight"):
+        return tensors[f"model.layers.{layer}.self_attn.{name}.{kind}"].double()
+
+    x, H, R = x.double(), config["num_attention_heads"], config["qk_rope_head_dim"]
+    D, rank = config["qk_nope_head_dim"], config["kv_lora_rank"]
+    rope = model.Config.from_hf(config).ropes[0]
+    frequencies, factor = model.inverse_frequencies(rope, R)
+    angles = torch.arange(len(x))[:, None].double() * frequencies.double()
+    pairs = config.get("rope_interleave", True)
+    latent = x
+    if config["q_lora_rank"]:
+        latent = rms(x @ get("q_a_proj").T, get("q_a_layernorm"))
+    q = latent @ get("q_b_proj" if config["q_lora_rank"] else "q_proj").T
+    q = q.unflatten(-1, (H, D + R))
+    kv = x @ get("kv_a_proj_with_mqa").T
+    both = rms(kv[:, :rank], get("kv_a_layernorm")) @ get("kv_b_proj").T
+    both = both.unflatten(-1, (H, -1))  # a head's key, then its value
+    k_turned = turned(kv[:, None, rank:], angles, pairs, factor).flatten(2).expand(-1, H, -1)
+    k = torch.cat((both[..., :D], k_turned), -1)
+    q = torch.cat((q[..., :D], turned(q[..., D:], angles, pairs, factor).flatten(2)), -1)
+    scale = (D + R) ** -0.5
+    if rope["rope_type"] == "yarn":
+        scale *= (0.1 * 0.7 * math.log(4.0) + 1) ** 2
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    if "index_topk" in config:
+        for t, read in enumerate(chosen_by_hand(config, get, x, latent, angles)):
+            allowed[t] = False
+            allowed[t, read] = True
+    shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", shares, both[..., D:]).flatten(1) @ get("o_proj").T
+
+
+@torch.no_grad()
+def latent_output(config, tensors, layer, x):
+    """What the model's own layer makes of a prompt x (T, E)."""
+    net = model.Model(model.Config.from_hf(config), tensors)
+    step = prepare(cache_for(config), (0, [0] * len(x), 0))
+    tables = [model.kernels.rope_tables(step.positions, *turn) for turn in net.turns]
+    return net.layers[layer].mixer(x, tables, step)
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_absorbed_attention_is_that_of_every_head_s_own_keys_and_values(family):
+    config, tensors = config_of(family), tensors_of(family)
+    x = torch.randn(50, config["hidden_size"], generator=torch.Generator().manual_seed(3))
+    for layer in range(config["num_hidden_layers"]):
+        want = expanded(config, tensors, layer, x)
+        assert distance(latent_output(config, tensors, layer, x), want) <= 1e-5
+
+
+def test_of_equal_index_scores_the_older_tokens_are_read():
+    """Weights of 0 make every score 0: whatever the row, it reads positions 0 to 11."""
+    config, tensors = config_of("deepseek_v32"), tensors_of("deepseek_v32")
+    for i in range(config["num_hidden_layers"]):
+        tensors[f"model.layers.{i}.self_attn.indexer.weights_proj.weight"].zero_()
+    x = torch.randn(50, config["hidden_size"], generator=torch.Generator().manual_seed(3))
+    got = latent_output(config, tensors, 1, x)
+    assert distance(got, expanded(config, tensors, 1, x)) <= 1e-5
+    moved = x.clone()
+    moved[13:-1] = 7.0
+    assert distance(latent_output(config, tensors, 1, moved)[-1], got[-1]) <= 1e-6
+    moved[11] = 7.0
+    assert distance(latent_output(config, tensors, 1, moved)[-1], got[-1]) > 1e-3
+
+
+def test_an_index_that_chooses_every_token_is_latent_attention_without_one():
+    config, tensors = config_of("deepseek_v32"), tensors_of("deepseek_v32")
+    prompt = ids_of("deepseek_v32")[0]
+    all_of_them = {**config, "index_topk": len(prompt)}
+    dense = {**config, "model_type": "deepseek_v3"}
+    plain = {name: tensor for name, tensor in tensors.items() if "indexer" not in name}
+    logits = [
+        forward(model.Model(model.Config.from_hf(c), t), cache_for(c), (0, prompt, 0))
+        for c, t in ((all_of_them, tensors), (dense, plain), (config, tensors))
+    ]
+    assert distance(logits[0], logits[1]) <= 1e-5
+    assert distance(logits[2][:12], logits[1][:12]) <= 1e-5, "12 tokens are all of them"
+    assert distance(logits[2][12:], logits[1][12:]) > 0.1
+
+
+ROUTED = {  # what differs -> (bias, groups open of 3, chosen experts, their weights)
+    # groups are worth 0.9 + 0.1, 0.5 + 0.45 and 0.6 + 0.3: the last one is closed
+    "groups": ([0.0] * 6, 2, [0, 2], [0.9, 0.5]),
+    "no group is closed": ([0.0] * 6, 3, [0, 4], [0.9, 0.6]),
+    # 0.3 + 0.1: the first is closed
+    "a bias against the best": ([-0.6, 0, 0, 0, 0, 0], 2, [4, 2], [0.6, 0.5]),
+    # 0.45 + 0.5 comes before 0.9, but weighs 0.45
+    "a bias in choosing only": ([0, 0, 0, 0.5, 0, 0], 2, [3, 0], [0.45, 0.9]),
+}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_are_chosen_by_group_by_hand(name):
+    bias, opened, chosen, weights = ROUTED[name]
+    config = SimpleNamespace(expert_groups=3, groups_per_token=opened, experts_per_token=2)
+    router = SimpleNamespace(config=config, bias=torch.tensor(bias))
+    scores = torch.tensor([[0.9, 0.1, 0.5, 0.45, 0.6, 0.3]])
+    got = model.Experts._by_group(router, scores)
+    assert got[1].tolist() == [chosen] and got[0][0].tolist() == pytest.approx(weights)
+
+
+def test_experts_that_are_all_as_good_as_nothing_leave_what_is_shared(tmp_path):
+    """Sigmoids of -200 are 0, and their sum divides."""
+    config, tensors = config_of("deepseek_v3"), tensors_of("deepseek_v3")
+    tensors["model.layers.1.mlp.gate.weight"] = -torch.ones(12, 32)
+    experts = model.Model(model.Config.from_hf(config), tensors).layers[1].mlp
+    x = torch.full((2, 32), 200 / 32)
+    assert torch.equal(experts(x), experts.shared(x)) and experts.shared(x).abs().max() > 0.1
+
+
+def test_the_routing_bias_keeps_its_32_bits():
+    """It evens out loads by thousandths, which bfloat16 would round away."""
+    stored = tensors_of("deepseek_v3")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    net = build(GOLDEN / "deepseek_v3", dtype=torch.bfloat16)
+    assert torch.equal(net.layers[1].mlp.bias, stored)
+
+
+def test_layers_that_draft_further_tokens_are_ignored_where_the_config_has_them(tmp_path):
+    """Published checkpoints hold them after the last layer: model.layers.61 of 0 to 60."""
+
+    def further(tensors):
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
+        tensors["model.layers.3.mlp.gate.e_score_correction_bias"] = torch.ones(12)
+
+    folder, prompt = altered(tmp_path, "deepseek_v3", further), ids_of("deepseek_v3")[0]
+    logits = forward(build(folder), cache_for(config_of("deepseek_v3")), (0, prompt, 0))
+    assert distance(logits, expected("deepseek_v3")["prefill_logits"]) <= 1e-4
+    for count in (0, None):
+        config = {**config_of("deepseek_v3"), "num_nextn_predict_layers": count}
+        (folder / "config.json").write_text(json.dumps(config))
+        expect_refused(lambda: build(folder), "model.layers.3.eh_proj.weight")
+
+
+def test_layers_with_experts_may_be_listed():
+    """transformers 5 writes a list of them for deepseek_v32, which wins over a count."""
+    listed = {**config_of("deepseek_v32"), "mlp_layer_types": ["sparse", "dense", "sparse"]}
+    assert model.Config.from_hf(config_of("deepseek_v32")).expert_layers == (1, 2)
+    assert model.Config.from_hf(listed).expert_layers == (0, 2)
+
+
+@pytest.mark.parametrize("family, billions", [("deepseek_v3", 671.0), ("deepseek_v32", 671.9)])
+def test_published_deepseek_has_as_many_weights_as_it_says(family, billions):
+    """671B, and what 61 indexers of 64 heads add. Fields that are absent are as published."""
+    config = {
+        "model_type": family, "num_hidden_layers": 61, "hidden_size": 7168,
+        "num_attention_heads": 128, "vocab_size": 129280, "max_position_embeddings": 163840,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "index_head_dim": 128,
+        "index_n_heads": 64, "index_topk": 2048, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    config = model.Config.from_hf(config)
+    weights = sum(map(math.prod, model.shapes(config).values()))
+    assert round(weights / 1e9, 1) == billions
+    assert (config.expert_groups, config.groups_per_token, config.expert_scale) == (8, 4, 2.5)
+    assert config.expert_layers == tuple(range(3, 61)) and config.ignored == ("model.layers.61.",)
+
+
 # ---------------------------------------------------------------- the same model from GGUF
 
 
@@ -888,7 +1085,9 @@ def test_two_sequences_in_one_step_do_not_touch_each_other(family):
     assert distance(both, torch.cat(alone)) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen3_moe_mixed", "gemma3", *HYBRID])
+@pytest.mark.parametrize(
+    "family", ["llama3", "smollm3", "qwen3_moe_mixed", "gemma3", *HYBRID, "deepseek_v32"]
+)
 def test_random_chunks_in_random_company_are_one_prompt(family):
     """Four sequences, each step a random part of some of them."""
     draw = random.Random(11)
@@ -935,13 +1134,23 @@ def test_taps_are_the_residual_stream_after_the_layers_asked_for():
     assert distance(first(step.tokens, step.positions, step)[0], normed(taps[0])) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", "gemma3", *HYBRID])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", "gemma3", *HYBRID, *LATENT[:3]])
 def test_bfloat16_is_near(family):
     config, prompt = config_of(family), ids_of(family)[0]
     net = build(GOLDEN / family, dtype=torch.bfloat16)
     logits = forward(net, cache_for(config, dtype=torch.bfloat16), (0, prompt, 0)).float()
     error = (logits - expected(family)["prefill_logits"]).square().mean().sqrt()
     assert float(error) < 0.1, "root mean square, of logits of about 1"
+
+
+def test_bfloat16_is_near_where_rounding_does_not_choose_other_tokens():
+    """The reference's own bfloat16 is 0.27 off over all rows: a third of them read another token
+    than in float32, one that scores as well. The first 12 rows read all there are."""
+    config, prompt = config_of("deepseek_v32"), ids_of("deepseek_v32")[0]
+    net = build(GOLDEN / "deepseek_v32", dtype=torch.bfloat16)
+    logits = forward(net, cache_for(config, dtype=torch.bfloat16), (0, prompt, 0)).float()
+    errors = (logits - expected("deepseek_v32")["prefill_logits"]).square().mean(1).sqrt()
+    assert float(errors[:12].max()) < 0.1 and float(errors.median()) < 0.1
 
 
 # ---------------------------------------------------------------- two steps, measured
@@ -977,6 +1186,14 @@ def test_a_profile_has_a_line_for_every_weight_matrix(experts, tmp_path):
     for name in names:
         assert len(re.findall(f"^{name} ", text, re.M)) == 2, name
     assert not re.search(r"^linear +\d", text, re.M), "every linear has a name of its own"
+
+
+def test_a_profile_names_the_products_of_latent_attention(tmp_path):
+    text = steps_of(golden("deepseek_v32"), 12, tmp_path / "t.json")
+    names = ["linear latents", "linear q", "linear out", "queries to latent", "latent to values"]
+    for name in [*names, "linear router", "experts", "linear gate, up", "logits"]:
+        assert len(re.findall(f"^{name} ", text, re.M)) == 2, name
+    assert not re.search(r"^(linear|per_head) +\d", text, re.M), "every one has a name of its own"
 
 
 def test_a_measured_decode_reads_what_the_model_says_it_reads(tmp_path, monkeypatch):
@@ -1166,6 +1383,30 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
         ["window", "smollm3"],
     ),
+    "scores of experts": ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
+    "choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "greedy"]),
+    "every second layer": ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+    "bias of latents": ("deepseek_v3", {"attention_bias": True}, ["attention_bias"]),
+    "activation beside experts": ("deepseek_v3", {"hidden_act": "gelu"}, ["gelu"]),
+    "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, ["qk_rope_head_dim", "7"]),
+    "no latent": ("deepseek_v3", {"kv_lora_rank": ...}, ["kv_lora_rank"]),
+    "value size": ("deepseek_v3", {"v_head_dim": 0}, ["v_head_dim"]),
+    "uneven groups": ("deepseek_v3", {"n_group": 5}, ["n_group", "5", "12"]),
+    "groups of one": ("deepseek_v3", {"n_group": 12}, ["12", "two"]),
+    "more groups than there are": ("deepseek_v3", {"topk_group": 5}, ["topk_group", "5", "4"]),
+    "experts of open groups": ("deepseek_v3", {"num_experts_per_tok": 7}, ["7", "2 groups"]),
+    "listed experts": ("deepseek_v32", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types"]),
+    "kinds of layers": ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, ["layer_types"]),
+    "sparse rope in halves": ("deepseek_v32", {"rope_interleave": False}, ["rope_interleave"]),
+    "index smaller than rope": ("deepseek_v32", {"index_head_dim": 6}, ["index_head_dim", "6"]),
+    "no index heads": ("deepseek_v32", {"index_n_heads": ...}, ["index_n_heads"]),
+    "index of x": ("deepseek_v32", {"q_lora_rank": None}, ["q_lora_rank"]),
+    "eight bits": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ["fp8"]),
+    "rope of latents": (
+        "deepseek_v3",
+        {"rope_scaling": {"type": "dynamic", "factor": 2}},
+        ["dynamic", "yarn"],
+    ),
     "rope-less list too short": ("smollm3_listed", {"no_rope_layers": [0, 1]}, ["no_rope_layers"]),
 }
 
@@ -1257,6 +1498,10 @@ MISSING = [
     ("qwen3_moe", "model.layers.1.mlp.experts.4.down_proj.weight"),
     ("qwen3_moe", "model.layers.0.mlp.gate.weight"),
     ("gemma3", "model.layers.2.post_feedforward_layernorm.weight"),
+    ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+    ("deepseek_v3", "model.layers.2.mlp.shared_experts.up_proj.weight"),
+    ("deepseek_v3_plain", "model.layers.0.self_attn.kv_b_proj.weight"),
+    ("deepseek_v32", "model.layers.0.self_attn.indexer.k_norm.bias"),
 ]
 
 
@@ -1273,6 +1518,9 @@ EXTRA = [
     ("qwen3_moe", "model.layers.0.mlp.experts.6.up_proj.weight"),
     ("qwen3_moe_mixed", "model.layers.0.mlp.gate.weight"),
     ("smollm2", "surprise.weight"),
+    ("deepseek_v3", "model.layers.4.input_layernorm.weight"),
+    ("deepseek_v3", "model.layers.0.self_attn.indexer.wk.weight"),
+    ("deepseek_v3_plain", "model.layers.0.self_attn.q_a_layernorm.weight"),
 ]
 
 
@@ -1291,6 +1539,9 @@ SHAPES = [
     ("qwen3", "model.layers.0.self_attn.k_norm.weight", (1,)),
     ("qwen3_moe", "model.layers.0.mlp.experts.3.up_proj.weight", (15, 32)),
     ("qwen3_moe", "model.layers.1.mlp.gate.weight", (5, 32)),
+    ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj.weight", (87, 20)),
+    ("deepseek_v3", "model.layers.0.self_attn.q_b_proj.weight", (71, 24)),
+    ("deepseek_v32", "model.layers.2.self_attn.indexer.weights_proj.weight", (15, 32)),
 ]
 
 

@@ -341,6 +341,8 @@ def families():
     )
     add_windows(add, mistral, qwen)
     add_hybrids(add, qwen3, moe)
+    for name, config in deepseek(llama).items():
+        add(name, config)
     return table
 
 
@@ -535,6 +537,76 @@ def add_hybrids(add, qwen3, moe):
     )
 
 
+def deepseek(llama):
+    """name -> config of latent attention: every size of a head is another one."""
+    absent = ("attention_bias", "mlp_bias", "rope_scaling", "rope_theta", "torch_dtype")
+    third = dict(
+        {key: value for key, value in llama.items() if key not in absent},
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        moe_layer_freq=1,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-6,
+    )
+    version4 = dict(rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16")
+    version5 = dict(
+        rope_parameters={"rope_theta": 20000.0, "rope_type": "default"},
+        dtype="bfloat16",
+        transformers_version="5.0.0",
+    )
+    # both factors matter: 1.1386 / 1.0970 on cos and sin, 1.0970 squared on the products
+    stretched = dict(
+        type="yarn",
+        factor=4,
+        beta_fast=2,
+        beta_slow=0.5,
+        mscale=1.0,
+        mscale_all_dim=0.7,
+        original_max_position_embeddings=32,
+    )
+    plain = dict(
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        rope_interleave=False,
+        num_hidden_layers=2,
+    )
+    # few index heads would often score several tokens 0, all of which are then equally good
+    sparse = dict(
+        architectures=["DeepseekV32ForCausalLM"],
+        model_type="deepseek_v32",
+        index_n_heads=16,
+        index_head_dim=14,
+        index_topk=12,
+    )
+    return {
+        "deepseek_v3": third | version4,
+        "deepseek_v3_plain": third | version5 | plain,
+        "deepseek_v3_yarn": third | version4 | dict(rope_scaling=stretched, num_hidden_layers=2),
+        "deepseek_v32": third | version5 | sparse,
+    }
+
+
 def fresh(name, config, draw):
     """The family's config with other sizes: what makes the family itself stays."""
     heads = draw.choice([2, 4, 6])
@@ -573,6 +645,8 @@ def fresh(name, config, draw):
         )
     if "linear_num_key_heads" in config:
         fresh_hybrid(config, draw)
+    if "kv_lora_rank" in config:
+        fresh_latent(config, draw)
     return whole
 
 
@@ -588,6 +662,31 @@ def fresh_hybrid(config, draw):
     )
     if "num_experts" in config:
         config["shared_expert_intermediate_size"] = draw.choice([8, 12, 40])
+
+
+def fresh_latent(config, draw):
+    groups = draw.choice([2, 3]) if config["n_group"] > 1 else 1
+    config.update(
+        num_key_value_heads=config["num_attention_heads"],
+        q_lora_rank=config["q_lora_rank"] and draw.choice([12, 40]),
+        kv_lora_rank=draw.choice([12, 16, 30]),
+        qk_nope_head_dim=draw.choice([6, 9, 16]),
+        qk_rope_head_dim=draw.choice([4, 6, 8]),
+        v_head_dim=draw.choice([7, 8, 14]),
+        n_routed_experts=groups * draw.choice([2, 4, 5]),
+        n_shared_experts=draw.choice([1, 3]),
+        num_experts_per_tok=draw.choice([1, 2]),
+        moe_intermediate_size=draw.choice([8, 24]),
+        first_k_dense_replace=draw.choice([0, 1]),
+        n_group=groups,
+        topk_group=draw.randint(1, groups),
+    )
+    if "index_topk" in config:
+        config.update(
+            index_n_heads=draw.choice([16, 24]),
+            index_head_dim=draw.choice([8, 20]),
+            index_topk=draw.choice([7, 30]),
+        )
 
 
 # ---------------------------------------------------------------- the weights
@@ -627,6 +726,18 @@ def shapes(config):
         layer = f"model.layers.{i}"
         names[layer + ".input_layernorm.weight"] = (E,)
         names[layer + ".post_attention_layernorm.weight"] = (E,)
+        if "kv_lora_rank" in config:
+            names.update(latent_shapes(layer, config))
+            if i < config["first_k_dense_replace"]:
+                mlp(layer + ".mlp", config["intermediate_size"], False)
+                continue
+            inner, experts = config["moe_intermediate_size"], config["n_routed_experts"]
+            names[layer + ".mlp.gate.weight"] = (experts, E)
+            names[layer + ".mlp.gate.e_score_correction_bias"] = (experts,)
+            for e in range(experts):
+                mlp(f"{layer}.mlp.experts.{e}", inner, False)
+            mlp(layer + ".mlp.shared_experts", inner * config["n_shared_experts"], False)
+            continue
         if kind == "gemma3_text":
             names[layer + ".pre_feedforward_layernorm.weight"] = (E,)
             names[layer + ".post_feedforward_layernorm.weight"] = (E,)
@@ -689,10 +800,35 @@ def delta_net(prefix, config):
     }
 
 
+def latent_shapes(layer, config):
+    """The tensors of one layer's latent attention, and of its index if it has one."""
+    E, H, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    ranked, turned = config["q_lora_rank"], config["qk_rope_head_dim"]
+    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    shapes = {
+        "kv_a_proj_with_mqa.weight": (rank + turned, E),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (H * (plain + value), rank),
+        "o_proj.weight": (E, H * value),
+    }
+    if ranked:
+        shapes["q_a_proj.weight"] = (ranked, E)
+        shapes["q_a_layernorm.weight"] = (ranked,)
+    shapes["q_b_proj.weight" if ranked else "q_proj.weight"] = (H * (plain + turned), ranked or E)
+    if "index_topk" in config:
+        heads, dim = config["index_n_heads"], config["index_head_dim"]
+        shapes["indexer.wq_b.weight"] = (heads * dim, ranked)
+        shapes["indexer.wk.weight"] = (dim, E)
+        shapes["indexer.k_norm.weight"] = (dim,)
+        shapes["indexer.k_norm.bias"] = (dim,)
+        shapes["indexer.weights_proj.weight"] = (heads, E)
+    return {f"{layer}.self_attn.{name}": shape for name, shape in shapes.items()}
+
+
 def draw_tensor(name, shape, config, generator):
     """Norm weights 0.1 to 0.6 away from 1 (from 0 where 1 is added); biases 0.2 to 0.8 away from
     0; matrices by width. States fade by half in 1 to 20 rows."""
-    if "norm" in name:
+    if name.endswith("norm.weight"):
         away = 0.1 + 0.5 * torch.rand(shape, generator=generator)
         added = config["model_type"] == "gemma3_text" or "linear_num_key_heads" in config
         middle = 0 if added and "linear_attn" not in name else 1
@@ -701,14 +837,15 @@ def draw_tensor(name, shape, config, generator):
         return -3 * torch.rand(shape, generator=generator)
     if name.endswith("dt_bias"):
         return 2 * torch.rand(shape, generator=generator) - 1
-    if name.endswith(".bias"):
+    if name.endswith(".bias") or name.endswith("_correction_bias"):
         away = 0.2 + 0.6 * torch.rand(shape, generator=generator)
         return away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
     value = torch.randn(shape, generator=generator)
     if "embed_tokens" in name and not tied(config):
         return value
     # queries and keys a little larger: nearly uniform attention would hide errors of position
-    gain = 1.4 if "q_proj" in name or "k_proj" in name else 1.0
+    large = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
+    gain = 1.4 if any(part in name for part in large) else 1.0
     return value * gain / math.sqrt(shape[-1])
 
 

@@ -1060,6 +1060,47 @@ def test_k_quants_are_what_gguf_says(kind, tmp_path):
 # ---------------------------------------------------------------- by property
 
 
+def test_hybrid_models_add_1_to_norms_in_float32_but_not_to_a_state_s_own():
+    """In bfloat16 1 + 0.001 would be 1. What states fade by is float32, too."""
+    net = build(GOLDEN / "qwen3_5_text", dtype=torch.bfloat16)
+    stored, layer = tensors_of("qwen3_5_text"), "model.layers.0."
+    assert torch.equal(net.norm, 1 + stored["model.norm.weight"])
+    assert torch.equal(net.layers[0].norm, 1 + stored[layer + "input_layernorm.weight"])
+    q_norm = stored["model.layers.1.self_attn.q_norm.weight"]
+    assert torch.equal(net.layers[1].mixer.qk_norm[0], 1 + q_norm)
+    mixer = net.layers[0].mixer
+    assert torch.equal(mixer.norm, stored[layer + "linear_attn.norm.weight"].bfloat16())
+    assert torch.equal(mixer.rate, -stored[layer + "linear_attn.A_log"].exp())
+
+
+def test_a_model_without_attention_has_only_states(tmp_path):
+    """Two layers of Gated DeltaNet: nothing grows, nothing is turned, chunks are one prompt."""
+    config = config_of("qwen3_5_text")
+    config.update(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    net = model.Model(
+        model.Config.from_hf(config), model.random(model.Config.from_hf(config)).tensors
+    )
+    assert kv_cache.bytes_per_token(net.config.specs, 4) == 0
+    prompt = ids_of("qwen3_5_text")[0]
+    whole = forward(net, cache_for(config), (0, prompt, 0))
+    cache = cache_for(config)
+    chunks = [forward(net, cache, (0, prompt[:29], 0)), forward(net, cache, (0, prompt[29:], 29))]
+    assert distance(torch.cat(chunks), whole) <= 1e-5
+
+
+def test_what_hybrid_models_read_a_token(tmp_path):
+    """All but embedding rows, 4 of 6 experts in each of 4 layers, and what guesses further
+    tokens; the shared expert is read by every row."""
+    stored = sum(
+        4 * t.numel() for n, t in tensors_of("qwen3_next").items() if not n.startswith("mtp.")
+    )
+    net = golden("qwen3_next")
+    assert net.nbytes == stored
+    assert net.read_bytes == stored - 4 * (96 * 32 + 4 * 4 * (3 * 16 * 32))
+    names = list(net.names().values())
+    assert names.count("linear q, k, v, z, b, a") == 3 and names.count("linear gate, up") == 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_chunks_are_one_prompt(family):
     config, net, prompt = config_of(family), golden(family), ids_of(family)[0]
@@ -1261,6 +1302,19 @@ def test_random_weights_are_scaled_by_their_width_and_norms_are_near_1():
     assert 0.5 < norm.min() < 1 < norm.max() < 1.5
 
 
+@pytest.mark.parametrize("make", [model.random, lambda config: model.Checkpoint(
+    config, model.RandomTensors(config))])  # fmt: skip
+def test_random_weights_of_hybrid_models_neither_forget_at_once_nor_never(make):
+    """From row to row 0.2 to 0.8 of a state stay; norms multiply by about 1, however stored."""
+    config = model.Config.from_hf(config_of("qwen3_5_text"))
+    net = model.Model(config, make(config).tensors)
+    for layer in (net.layers[0], net.layers[2]):
+        mixer = layer.mixer
+        stays = (mixer.rate * torch.nn.functional.softplus(mixer.bias)).exp()
+        assert 0.2 < stays.min() and stays.max() < 0.8
+        assert abs(mixer.norm.mean() - 1) < 0.4 and abs(layer.norm.mean() - 1) < 0.4
+
+
 def test_random_weights_are_the_same_again_and_no_two_rows_or_tensors_are():
     tensors, again = (model.dummy("SmolLM2-135M-Instruct").tensors for _ in range(2))
     name = "model.embed_tokens.weight"  # 27 times as long as the tape
@@ -1407,6 +1461,32 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
         {"rope_scaling": {"type": "dynamic", "factor": 2}},
         ["dynamic", "yarn"],
     ),
+    "linear field": ("qwen3_next", {"linear_gate_rank": 4}, ["linear_gate_rank", "4"]),
+    "linear heads": ("qwen3_next", {"linear_num_value_heads": 3}, ["3 value", "2 key"]),
+    "linear heads missing": ("qwen3_5_text", {"linear_num_key_heads": ...}, ["linear_num_key"]),
+    "kind of layer": ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, ["sliding"]),
+    "no gate": ("qwen3_5_text", {"attn_output_gate": False}, ["attn_output_gate"]),
+    "states rounded": ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, ["bfloat16", "float32"]),
+    "activation of a convolution": ("qwen3_5_text", {"hidden_act": "gelu"}, ["gelu", "silu"]),
+    "shared expert missing": (
+        "qwen3_next",
+        {"shared_expert_intermediate_size": ...},
+        ["shared_expert_intermediate"],
+    ),
+    "an odd part of rope": ("qwen3_next", {"partial_rotary_factor": 0.2}, ["0.2", "16", "pairs"]),
+    "more than all of rope": ("qwen3_next", {"partial_rotary_factor": 1.5}, ["1.5", "16"]),
+    "part of rope as text": ("qwen3_next", {"partial_rotary_factor": "1"}, ["partial_rotary"]),
+    "rope of pictures": (
+        "qwen3_5_text",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1]}},
+        ["mrope"],
+    ),
+    "Qwen with vision, without text": ("qwen3_5", {"text_config": ...}, ["text_config", "None"]),
+    "quantised beside vision": (
+        "qwen3_5",
+        {"quantization_config": {"quant_method": "fp8"}},
+        ["quantization", "fp8"],
+    ),
     "rope-less list too short": ("smollm3_listed", {"no_rope_layers": [0, 1]}, ["no_rope_layers"]),
 }
 
@@ -1502,6 +1582,11 @@ MISSING = [
     ("deepseek_v3", "model.layers.2.mlp.shared_experts.up_proj.weight"),
     ("deepseek_v3_plain", "model.layers.0.self_attn.kv_b_proj.weight"),
     ("deepseek_v32", "model.layers.0.self_attn.indexer.k_norm.bias"),
+    ("qwen3_next", "model.layers.2.linear_attn.conv1d.weight"),
+    ("qwen3_next", "model.layers.0.linear_attn.A_log"),
+    ("qwen3_next", "model.layers.3.mlp.shared_expert_gate.weight"),
+    ("qwen3_next_odd", "model.layers.0.self_attn.q_proj.bias"),
+    ("qwen3_5_text", "model.layers.0.linear_attn.in_proj_z.weight"),
 ]
 
 
@@ -1521,6 +1606,9 @@ EXTRA = [
     ("deepseek_v3", "model.layers.4.input_layernorm.weight"),
     ("deepseek_v3", "model.layers.0.self_attn.indexer.wk.weight"),
     ("deepseek_v3_plain", "model.layers.0.self_attn.q_a_layernorm.weight"),
+    ("qwen3_next", "model.layers.0.linear_attn.in_proj_z.weight"),
+    ("qwen3_next_odd", "model.layers.1.mlp.shared_expert_gate.weight"),
+    ("qwen3_5_text", "model.layers.0.self_attn.q_proj.weight"),
 ]
 
 
@@ -1542,6 +1630,9 @@ SHAPES = [
     ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj.weight", (87, 20)),
     ("deepseek_v3", "model.layers.0.self_attn.q_b_proj.weight", (71, 24)),
     ("deepseek_v32", "model.layers.2.self_attn.indexer.weights_proj.weight", (15, 32)),
+    ("qwen3_next", "model.layers.3.self_attn.q_proj.weight", (64, 32)),
+    ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba.weight", (4, 32)),
+    ("qwen3_5_text", "model.layers.0.linear_attn.conv1d.weight", (96, 1, 3)),
 ]
 
 

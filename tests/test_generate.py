@@ -31,11 +31,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import generate
 import kv_cache
 import model as models
+import paged
 import tiny
 from generate import Engine, SamplingParams, Stream
 from sample import Row, mix, sample, sample_seed
@@ -74,8 +75,7 @@ def build(**settings) -> Engine:
     defaults = {"device": "cpu", "dtype": "float32", "max_len": 64, "max_running": 4}
     defaults["kv_memory"] = 2**20
     engine = Engine(checkpoint(), **defaults | settings)
-    for pool in engine.cache.pools:  # what is read without having been written shows
-        pool.fill_(math.nan)
+    tiny.poisoned(engine.cache)  # what is read without having been written shows
     return engine
 
 
@@ -752,6 +752,81 @@ def test_in_tritons_interpreter_the_demo_is_the_same():
     assert result.stdout == (ROOT / "tests/expected/generate_demo.txt").read_text(), result.stderr
 
 
+# ---------------------------------------------------------------- every kind of layer
+
+KINDS = [  # a family of each kind, quickly; the others are slow
+    "mistral_sliding", "gemma3_old", "qwen3_5", "qwen3_next_odd", "deepseek_v3_yarn",
+    "deepseek_v32",
+]  # fmt: skip
+
+
+def room_for(specs, whole: int, block_size=8) -> int:
+    """Bytes of cache in which groups that keep all tokens have `whole` blocks or a few more, and
+    the others room for a request and a half."""
+    for memory in range(2**10, 2**22, 2**10):
+        try:
+            found, running = paged.rooms(specs, memory, block_size, 16, 4, 4)
+        except ValueError:
+            continue
+        few = [8 if r.state else -(-r.window // block_size) + 4 for r in found]
+        if all(r.blocks >= (n if r.state or r.window else whole) for r, n in zip(found, few)):
+            return memory
+    raise AssertionError("no such room")
+
+
+def every_way(family: str):
+    """One prompt of 72 tokens and 16 of the answer: whole, in chunks, crowded, forked, found."""
+    expected = load_file(ROOT / "tests/golden" / family / "expected.safetensors")
+    prompt, answer = expected["prompt"].tolist(), expected["greedy"].tolist()
+    params = greedy(len(answer))
+
+    def engine(budget, kv_memory=2**21, **settings):
+        built = Engine(
+            str(ROOT / "tests/golden" / family), device="cpu", dtype="float32", block_size=8,
+            budget=budget, max_running=4, max_len=96, kv_memory=kv_memory, **settings,
+        )  # fmt: skip
+        tiny.poisoned(built.cache)
+        return built
+
+    def served(engine, prompts, params=params):
+        requests = [engine.add(ids, params) for ids in prompts]
+        while engine.scheduler.busy:
+            engine.step()
+            engine.check()
+        assert engine.manager.held == 0
+        return requests
+
+    one = engine(budget=512)
+    for reused in (0, 64, 64):  # what the manager can find of 72 tokens: 8 blocks of 8
+        (request,) = served(one, [prompt])
+        assert request.output == answer and request.reused == reused
+    assert served(one, [prompt + answer[:9]], greedy(7))[0].output == answer[9:]
+    for budget in (7, 13, 30):
+        assert served(engine(budget), [prompt])[0].output == answer
+    # Four at once, of which two fit: others of the same beginning, shorter, and two samples.
+    specs = list(models.load(ROOT / "tests/golden" / family).config.specs)
+    crowd = engine(budget=24, kv_memory=room_for(specs, whole=13), graphs=True)
+    prompts = [prompt, prompt + answer[:1], prompt[:50] + prompt[:10], prompt, prompt[:64]]
+    first = served(crowd, prompts)
+    again = [served(engine(64), [ids])[0].output for ids in prompts]
+    assert [request.output for request in first] == again
+    assert first[0].output == first[3].output == answer and first[1].output[:15] == answer[1:]
+    both = served(crowd, [prompt], greedy(16, n=2))[0].family
+    assert [request.output for request in both] == [answer, answer]
+    return crowd.counts
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_kind_of_layer_generates_the_references_tokens_in_every_way(family):
+    assert every_way(family).preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in GOLDEN if name not in KINDS])
+def test_every_family_generates_the_references_tokens_in_every_way(family):
+    every_way(family)
+
+
 # ---------------------------------------------------------------- many requests
 
 SHARED = "Octavo reads a prompt in "  # three blocks of 8 and one token
@@ -924,8 +999,8 @@ def spoil(engine: Engine, everything=False):
         buffer.tensor.fill_(10**9)
     for layout in cache.layouts:
         layout.slots.tensor.fill_(17)
-    for pool in cache.pools if everything else ():
-        pool.fill_(math.nan)
+    if everything:
+        tiny.poisoned(cache)
 
 
 def padding(**settings) -> tuple[Engine, list[int]]:
@@ -1155,9 +1230,9 @@ class Poisoned:
             samples = request.samples if n == request.behind else 0
             if self.ill and request.id == self.number:
                 logits[row : row + samples] = math.nan
-                for layer in self.engine.cache.pools:
+                for pool in itertools.chain(*self.engine.cache.pools):
                     for block in request.tables[0][request.computed // 8 :]:
-                        layer[:, block] = math.nan
+                        pool[block] = math.nan
             row += samples
         return logits
 
@@ -1951,8 +2026,7 @@ def test_a_profiles_steps_are_those_of_the_answer(budget, measured, tmp_path, mo
     """Its decode reads the whole prompt's keys, and draws the token that the answer has."""
     engine = build(budget=budget)
     request = ended(engine)
-    for buffer in engine.cache.pools:
-        buffer.fill_(math.nan)
+    tiny.poisoned(engine.cache)
     compute, drawn = engine._compute, []
 
     def kept(plan):

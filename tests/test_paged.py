@@ -642,7 +642,7 @@ def test_little_memory_lowers_how_many_run_and_less_is_refused():
         try:
             found, running = rooms(specs, memory, S, 16, 64, 4)
         except ValueError as error:
-            assert memory < 10000 and f"kv_memory {memory:,} bytes" in str(error)
+            assert memory < 12000 and f"kv_memory {memory:,} bytes" in str(error)
             continue
         assert memory > 5000
         lowered += running < 64
@@ -700,7 +700,7 @@ def test_a_step_of_single_rows_is_padded_to_the_next_of_the_sizes_and_no_other_i
 @pytest.mark.parametrize("count", range(1, 9))
 def test_padded_rows_store_nothing_and_get_0(count):
     specs = [LayerSpec("full", 1, 4)] * 2
-    cache = poisoned(PagedCache(specs, 9, S, budget=12, max_running=8, sizes=(1, 2, 4, 8)))
+    cache = tiny.poisoned(PagedCache(specs, 9, S, budget=12, max_running=8, sizes=(1, 2, 4, 8)))
     for buffer in (cache.tokens, cache.positions, cache.sample_rows, cache.layouts[0].slots):
         buffer.tensor.fill_(77)  # left by other steps
     requests = [decode(block, 1) for block in range(1, count + 1)]
@@ -712,26 +712,28 @@ def test_padded_rows_store_nothing_and_get_0(count):
         out = step.attend(layer, k.repeat(1, 2, 1), k, k + 1)
         assert torch.equal(out[:count], (k + 1)[:count].expand(-1, 2, -1))
         assert out[count:].eq(0).all() and len(out) == rows
-        written = cache.pools[layer].isfinite().all(-1).flatten(1, 3).nonzero().tolist()
-        assert written == [[x, block * S] for x in range(2) for block in range(1, count + 1)]
+        for pool in cache.pools[layer]:
+            written = pool.isfinite().all(-1).flatten().nonzero().flatten().tolist()
+            assert written == [block * S for block in range(1, count + 1)]
 
 
 def test_a_fork_copies_the_block_that_is_not_full_in_every_layer_and_no_other():
     specs = [LayerSpec("full", 1, 2), LayerSpec("full", 2, 2), LayerSpec("full", 1, 2)]
-    cache = poisoned(PagedCache(specs, 6, S, budget=4, max_running=2))
+    cache = tiny.poisoned(PagedCache(specs, 6, S, budget=4, max_running=2))
     parent = with_tables(tiny.request([]), [1, 2], [3, 4])
     child = with_tables(tiny.request([]), [1, 5], [3, 6])
-    for pool in cache.pools:
-        pool[:, 1:5] = torch.randn(pool[:, 1:5].shape)
-    before = [pool.clone() for pool in cache.pools]
+    pools = [pool for layer in cache.pools for pool in layer]
+    for pool in pools:
+        pool[1:5] = torch.randn(pool[1:5].shape)
+    before = [pool.clone() for pool in pools]
     cache.copy(parent, child, 16)  # both blocks are full
-    assert all(torch.equal(pool[:, 1:5], old[:, 1:5]) for pool, old in zip(cache.pools, before))
-    assert all(pool[:, 5:].isnan().all() for pool in cache.pools)
+    assert all(torch.equal(pool[1:5], old[1:5]) for pool, old in zip(pools, before))
+    assert all(pool[5:].isnan().all() for pool in pools)
     cache.copy(parent, child, 9)
-    for layer, (source, target, other) in enumerate(((2, 5, 6), (4, 6, 5), (2, 5, 6))):
-        pool = cache.pools[layer]
-        assert torch.equal(pool[:, target], pool[:, source])
-        assert pool[:, other].isnan().all() and torch.equal(pool[:, 1:5], before[layer][:, 1:5])
+    for i, (source, target, other) in enumerate(((2, 5, 6), (4, 6, 5), (2, 5, 6))):
+        for pool, old in zip(pools[2 * i :][:2], before[2 * i :]):
+            assert torch.equal(pool[target], pool[source])
+            assert pool[other].isnan().all() and torch.equal(pool[1:5], old[1:5])
 
 
 # ---------------------------------------------------------------- against the contiguous cache
@@ -742,14 +744,6 @@ def with_tables(request, *tables):
     return request
 
 
-def poisoned(cache):
-    """Fill the pools with NaN: whatever is read without having been written shows."""
-    for spec, pools in zip(cache.specs, cache.pools):
-        for pool in pools:
-            pool[spec.kind == "linear" :] = torch.nan  # state 0 is the one before any token
-    return cache
-
-
 class Pair:
     """The same requests in a paged and in a contiguous cache; what is not written is NaN."""
 
@@ -758,7 +752,7 @@ class Pair:
         dtype = options.get("dtype", torch.float32)
         specs = options.get("specs", [LayerSpec("full", shared, 4)])
         blocks = count * -(-length // size) + 2
-        self.paged = poisoned(PagedCache(specs, blocks, size, count * length, count, dtype=dtype))
+        self.paged = tiny.poisoned(PagedCache(specs, blocks, size, count * length, count, dtype=dtype))
         self.plain = tiny.garbage(ContiguousCache(specs, count, length, dtype=dtype))
         self.specs, self.heads, self.dtype = specs, heads, dtype
         self.requests = [tiny.request(range(length), slot=slot) for slot in range(count)]
@@ -953,13 +947,13 @@ def test_a_models_logits_whole_in_chunks_and_beside_others_are_the_contiguous_ca
         for prompt in prompts:
             cache = tiny.garbage(ContiguousCache(specs, 1, 32))
             expected.append(logits(model, cache, (tiny.request(prompt), len(prompt))))
-        cache = poisoned(PagedCache(specs, 12, S, budget=64, max_running=4))
+        cache = tiny.poisoned(PagedCache(specs, 12, S, budget=64, max_running=4))
         tables = ([9, 4, 7, 1], [2, 5], [12])
         first, second, third = (
             with_tables(tiny.request(p, computed=0), t) for p, t in zip(prompts, tables)
         )
         assert torch.allclose(logits(model, cache, (first, 26)), expected[0], atol=1e-4)
-        poisoned(cache)
+        tiny.poisoned(cache)
         assert len(logits(model, cache, (first, chunk))) == 0
         first.computed, first.behind = chunk, 26 - chunk
         together = logits(model, cache, (second, 9), (first, 26 - chunk), (third, 1))

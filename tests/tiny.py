@@ -26,6 +26,14 @@ def request(tokens, slot=0, computed=0, draft=(), samples=1) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def poisoned(cache):
+    """Fill a paged cache with NaN, but for the state before any token: see `garbage`."""
+    for spec, pools in zip(cache.specs, cache.pools):
+        for pool in pools:
+            pool[spec.kind == "linear" :] = torch.nan
+    return cache
+
+
 def garbage(cache: kv_cache.ContiguousCache) -> kv_cache.ContiguousCache:
     """Fill a cache with NaN: whatever is read without having been written shows."""
     for layer in cache.buffers:

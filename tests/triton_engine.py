@@ -14,11 +14,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
 import kv_cache  # noqa: E402
+import paged  # noqa: E402
+import tiny  # noqa: E402
 from generate import Engine, SamplingParams  # noqa: E402
 
 
@@ -48,15 +50,27 @@ def record(engine: Engine):
         engine.forward.recorded[size] = recording, recording.result
 
 
+def small(specs) -> int:
+    """The fewest bytes that have 4 blocks for what keeps all tokens, and one more than a single
+    request needs of a window, 8 states, or all of these."""
+    for memory in range(0, 10**6, 256):
+        try:
+            found, _ = paged.rooms(specs, memory, 8, 12, 4, 4)
+        except ValueError:
+            continue
+        if all(room.blocks >= (8 if room.state else -(-room.window // 8) + 4) for room in found):
+            return memory
+    raise AssertionError("a cache of a megabyte is too small")
+
+
 def tokens(family: str, graphs: bool) -> dict:
     folder = ROOT / "tests/golden" / family
     specs = kv_cache.layers(json.loads((folder / "config.json").read_text()))
     engine = Engine(
         str(folder), dtype="float32", block_size=8, budget=12, max_running=4, max_len=32,
-        kv_memory=5 * 8 * kv_cache.bytes_per_token(specs, 4), graphs=graphs,
+        kv_memory=small(specs), graphs=graphs,
     )  # fmt: skip
-    for pool in engine.cache.pools:
-        pool.fill_(torch.nan)
+    tiny.poisoned(engine.cache)
     if os.environ.get("TRITON_INTERPRET") == "1":
         record(engine)
 
@@ -67,13 +81,14 @@ def tokens(family: str, graphs: bool) -> dict:
     shared = [7 * i % 90 for i in range(8)]
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
     found = serve(engine, [
-        (shared + [3, 1, 4], params(max_tokens=8)),
-        ([5], params(temperature=1, seed=1, **filters)),
+        (shared + [3, 1, 4], params(max_tokens=14)),
+        ([5], params(max_tokens=20, temperature=1, seed=1, **filters)),
         (shared + [2, 7], params(temperature=1.5, seed=2, n=2)),
         ([11 * i % 90 for i in range(15)], params(temperature=0.7, seed=3, top_k=5)),
     ])  # fmt: skip
     found += serve(engine, [(shared + [9], params(max_tokens=1))])
-    assert engine.counts.preemptions and engine.counts.reused_tokens, "nothing special happened"
+    counts = engine.counts.preemptions, engine.counts.reused_tokens
+    assert all(counts), f"preempted, found again: {counts}"
     assert bool(engine.cache.sizes) == graphs
     return {"family": family, "ids": found}
 

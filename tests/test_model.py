@@ -1076,8 +1076,15 @@ def test_a_profile_has_a_line_for_every_weight_matrix(experts, tmp_path):
     assert not re.search(r"^linear +\d", text, re.M), "every linear has a name of its own"
 
 
-def test_a_profile_names_the_products_of_latent_attention(tmp_path):
+def test_a_profile_names_the_products_of_latent_attention(tmp_path, monkeypatch):
+    """And counts them: 4 heads' products with 20 x 10 and 20 x 12 weights in 3 layers."""
+    report, seen = model.kernels.report, []
+    monkeypatch.setattr(model.kernels, "report", lambda *a: seen.extend(a[:2]) or report(*a))
     text = steps_of(golden("deepseek_v32"), 12, tmp_path / "t.json")
+    for step, rows in zip(seen, (12, 1)):
+        flops = sum(call.flops for call in step.calls if "latent to" in call.name)
+        flops += sum(call.flops for call in step.calls if "to latent" in call.name)
+        assert flops == 2 * rows * 3 * 4 * 20 * (10 + 12)
     names = ["linear latents", "linear q", "linear out", "queries to latent", "latent to values"]
     for name in [*names, "linear router", "experts", "linear gate, up", "logits"]:
         assert len(re.findall(f"^{name} ", text, re.M)) == 2, name

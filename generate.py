@@ -69,6 +69,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 import kv_cache
 import model as models
 import paged
+from kv_cache import block_bytes
 from sample import Logprobs, Row, SamplingParams, mix, sample, sample_seed
 from scheduler import Request, Scheduler
 
@@ -174,19 +175,19 @@ class Engine:
         if quantize and (reason := models.cannot_quantize(self.device, self.dtype)):
             raise ValueError(f"quantize {quantize}: {reason}")
         self._load(model, revision, load, progress, quantize, dtype is None)
-        self.bytes_per_token = kv_cache.bytes_per_token(self.config.specs, self.dtype.itemsize)
         on_gpu = self.device.type == "cuda"
         self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         graphs = on_gpu if graphs is None else graphs
         this = weakref.proxy(self)  # a cycle of references would keep the memory of a GPU
         most = min(budget, max_running) if graphs else 0
         self.forward = self.model.graphs(lambda step: this._logits(step), most)
-        blocks, self.max_len = self._fit(kv_memory, block_size, max_len, budget, max_running)
-        self.cache = self._cache(blocks, block_size, budget, max_running)
+        if block_size not in paged.BLOCK_SIZES:
+            raise ValueError(f"block_size {block_size} is not one of {paged.BLOCK_SIZES}")
+        rooms, max_running = self._fit(kv_memory, block_size, max_len, budget, max_running)
+        self.cache = self._cache(rooms, block_size, budget, max_running)
         with self.on_device, torch.inference_mode(), _fitting(self.device):
             self.forward.record(self.cache)
-        groups = len(self.cache.groups)
-        self.manager = paged.BlockManager(blocks, block_size, groups, prefix_cache, reserve)
+        self.manager = paged.BlockManager(rooms, block_size, prefix_cache, reserve)
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
         self.seed = seed
         self.next_id = 0
@@ -521,7 +522,7 @@ class Engine:
                 "output_tokens": len(ids),
                 "cached_tokens": request.reused,
                 "preemptions": request.preempted,
-                "cache_bytes": request.computed * self.bytes_per_token,
+                "cache_bytes": self.stored_bytes(request.computed),
             },
             timings=timings(request),
         )
@@ -595,57 +596,78 @@ class Engine:
         stream.inbox = deque() if first is None else first.inbox  # one for all samples
         return stream
 
-    def _cache(self, blocks: int, block_size: int, budget: int, max_running: int):
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes of cache that a request of so many tokens takes."""
+        return kv_cache.stored_bytes(self.config.specs, tokens, self.dtype.itemsize)
+
+    def _cache(self, rooms: list[paged.Room], block_size: int, budget: int, max_running: int):
         try:
             return paged.PagedCache(
-                self.config.specs, blocks, block_size, budget, max_running, self.device,
-                self.dtype, self.max_len, self.forward.sizes,
+                self.config.specs, [room.blocks for room in rooms], block_size, budget,
+                max_running, self.device, self.dtype, self.max_len, self.forward.sizes,
             )  # fmt: skip
         except (RuntimeError, MemoryError):
-            gib = blocks * block_size * self.bytes_per_token / 2**30
+            gib = sum(self._room_bytes(rooms, block_size).values()) / 2**30
             raise ValueError(f"there is no memory for a cache of {gib:,.1f} GiB") from None
 
+    def _room_bytes(self, rooms: list[paged.Room], block_size: int) -> dict:
+        """Bytes of each cache group: its blocks, and block 0."""
+        specs, size = self.config.specs, self.dtype.itemsize
+        return {
+            spec: (room.blocks + 1) * specs.count(spec) * block_bytes(spec, block_size, size)
+            for spec, room in zip(dict.fromkeys(specs), rooms)
+        }
+
     def _fit(self, kv_memory: int | None, block_size: int, max_len: int | None, budget, running):
-        """How many blocks the cache has, said with the reason; and max_len, if that is less."""
+        """What each cache group has, said with the reason; how many requests run at once. Sets
+        max_len: the model's positions, or what the cache holds."""
         if max_len is not None and not 2 <= max_len <= self.config.positions:
             raise ValueError(
                 f"max_len {max_len}: from 2 to the model's {self.config.positions} positions"
             )
-        if block_size not in paged.BLOCK_SIZES:
-            raise ValueError(f"block_size {block_size} is not one of {paged.BLOCK_SIZES}")
-        wanted = max_len or self.config.positions
-        each = paged.block_bytes(self.config.specs, block_size, self.dtype.itemsize)
+        self.max_len = wanted = max_len or self.config.positions
         why = "kv_memory"
         if kv_memory is None and self.device.type == "cuda":
-            self.max_len = wanted
             with _fitting(self.device):
                 kv_memory, why = self._gpu_memory(block_size, budget, running), "what is left"
         elif kv_memory is None:
-            kv_memory, why = _free_memory(wanted * self.bytes_per_token)
-        blocks = kv_memory // each - 1  # block 0 is not handed out
-        if blocks < 1:
-            raise ValueError(
-                f"kv_memory {kv_memory:,} bytes: not two blocks of {block_size} tokens,"
-                f" {each:,} bytes each"
+            kv_memory, why = _free_memory(self.stored_bytes(wanted))
+        specs, asked = self.config.specs, running
+        rooms, running = paged.rooms(
+            specs, kv_memory, block_size, budget, running, self.dtype.itemsize
+        )
+        sizes = self._room_bytes(rooms, block_size)
+        for (spec, size), room in zip(sizes.items(), rooms):
+            size = f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
+            what = "states" if room.state else f"blocks of {block_size} tokens"
+            of = f" of {specs.count(spec)} {spec.kind} layers" if len(rooms) > 1 else ""
+            self.say(f"cache: {room.blocks:,} {what}{of}, {size} ({why})")
+        if running < asked:
+            self.say(f"max_running {running} instead of {asked}: the cache has no more states")
+        kept = [room.blocks for spec, room in zip(sizes, rooms) if spec.grows]
+        if kept and kept[0] * block_size < wanted:
+            self.max_len = kept[0] * block_size
+            self.say(
+                f"max_len {self.max_len:,} instead of {wanted:,}:"
+                f" the cache has {self.max_len:,} tokens"
             )
-        size = blocks * each
-        size = f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
-        self.say(f"cache: {blocks:,} blocks of {block_size} tokens, {size} ({why})")
-        fits = blocks * block_size
-        if fits < wanted:
-            self.say(f"max_len {fits:,} instead of {wanted:,}: the cache has {fits:,} tokens")
-        return blocks, min(fits, wanted)
+        return rooms, running
 
     def _gpu_memory(self, block_size: int, budget: int, running: int) -> int:
         """Bytes of a GPU that the cache may take: what the worst step and the recordings need is
         measured over a small cache of the same kind. (No GPU has run this yet.)"""
         cuda, device = torch.cuda, self.device
         weights = cuda.memory_allocated(device)
-        scratch = self._cache(-(-budget // block_size) + 1, block_size, budget, running)
+        count = -(-budget // block_size) + running
+        rooms = [
+            paged.Room(count, spec.window, spec.kind == "linear")
+            for spec in dict.fromkeys(self.config.specs)
+        ]
+        scratch = self._cache(rooms, block_size, budget, running)
         with self.on_device, torch.inference_mode():
             cuda.reset_peak_memory_stats(device)
             before = cuda.memory_allocated(device)
-            self._worst_step(scratch, block_size, budget, running)
+            self._worst_step(scratch, paged.BlockManager(rooms, block_size), budget, running)
             worst = cuda.max_memory_allocated(device) - before
             cuda.empty_cache()
             free = cuda.mem_get_info(device)[0]
@@ -672,7 +694,7 @@ class Engine:
             )
         return left
 
-    def _worst_step(self, cache, block_size: int, budget: int, running: int):
+    def _worst_step(self, cache, manager: paged.BlockManager, budget: int, running: int):
         """A step of `budget` rows, as many of them sampled as there can be, with every filter."""
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.1)
         params = params.with_defaults({"repetition_penalty": 1.1})
@@ -682,7 +704,8 @@ class Engine:
             n = min(left - (count - 1 - i), self.max_len)  # a row is left for each of the others
             left -= n
             request = Request(i, [0] * n, params, seed=i)
-            request.tables = [list(range(1, -(-n // block_size) + 1)) for _ in cache.groups]
+            grown = manager.grow(request, n)
+            assert grown, f"no room for {n} rows of {budget}"
             plan.append((request, n))
         self.cache = cache
         self._compute(plan)
@@ -1027,11 +1050,12 @@ def summary(engine: Engine, output: Output) -> str:
             f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
             f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
         )
-    each, size = engine.bytes_per_token, engine.manager.block_size
-    blocks = -(-usage["cache_bytes"] // (each * size))
+    specs, size = engine.config.specs, engine.manager.block_size
+    grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
+    held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
     lines.append(
-        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({each:,} bytes a token)"
-        f" in {blocks:,} of {engine.manager.blocks:,} blocks of {size} tokens"
+        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({grows:,} bytes a token)"
+        f" in {-(-held // size):,} of {engine.manager.blocks:,} blocks of {size} tokens"
     )
     if usage["cached_tokens"]:
         saved = engine.counts.saved_s(usage["cached_tokens"])
@@ -1041,7 +1065,7 @@ def summary(engine: Engine, output: Output) -> str:
         )
     if "tpot_mean_s" in t:
         length = usage["prompt_tokens"] + usage["output_tokens"] / 2
-        read = engine.model.read_bytes + each * length
+        read = engine.model.read_bytes + engine.stored_bytes(int(length))
         bandwidth = read_bandwidth(engine.device)
         bound = read / bandwidth
         lines.append(

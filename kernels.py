@@ -226,6 +226,45 @@ def norm_kernel(
     tl.store(out + at, h.to(out.dtype.element_ty), mask=e < E)
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of each head of x times silu(gate), all (T, H, D), with one weight (D,) for all
+    heads: float32 up to the end. A row of x or gate may lie in a wider one."""
+    if on_triton(x):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gated_norm_kernel[(x.shape[0],)](
+            x,
+            gate,
+            weight,
+            out,
+            x.stride(0),
+            gate.stride(0),
+            eps,
+            **gated_norm_config(*x.shape[1:]),
+        )
+        return out
+    return rms_norm(x.float(), weight, eps).mul_(F.silu(gate.float())).to(x.dtype)
+
+
+def gated_norm_config(heads: int, dim: int) -> dict:
+    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(dim)}
+    return {"H": heads, "D": dim, **blocks, "num_warps": 8}
+
+
+@jit
+def gated_norm_kernel(
+    x, gate, weight, out, x_stride, gate_stride, eps,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < H) & (d < D)
+    y = tl.load(x + row * x_stride + h * D + d, mask=inside, other=0).to(tl.float32)
+    z = tl.load(gate + row * gate_stride + h * D + d, mask=inside, other=0).to(tl.float32)
+    y *= 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+    y *= tl.load(weight + d, mask=d < D, other=0).to(tl.float32) * z * tl.sigmoid(z)
+    tl.store(out + row * H * D + h * D + d, y.to(out.dtype.element_ty), mask=inside)
+
+
 def rope_tables(positions: Tensor, inverse_frequencies: Tensor, factor: float) -> Tensor:
     """Cosine and signed sine of every position's angles, once a step: (2, T, 1, D).
 
@@ -238,43 +277,53 @@ def rope_tables(positions: Tensor, inverse_frequencies: Tensor, factor: float) -
 
 
 def rope(x: Tensor, tables: Tensor) -> Tensor:
-    """Turn every pair (x[i], x[i + D/2]) of x (T, heads, D) by its angle (Su et al. 2021).
+    """Turn every pair (x[i], x[i + R/2]) of x (T, heads, D) by its angle (Su et al. 2021).
 
-    With the sine's sign in the table, the partner of each coordinate is the other half:
+    tables (2, T, 1, R): what follows the first R <= D numbers of a head stays as it is. With
+    the sine's sign in the table, the partner of each coordinate is the other half:
     out = x * cos + swap(x) * sin.
     """
+    (_, heads, dim), turned = x.shape, tables.shape[-1]
     if on_triton(x):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rope_kernel[(x.shape[0],)](x, tables, out, x.stride(0), **rope_config(*x.shape[1:]))
+        config = rope_config(heads, dim, turned)
+        rope_kernel[(x.shape[0],)](x, tables, out, x.stride(0), **config)
         return out
+    if turned < dim:
+        return torch.cat((rope(x[..., :turned], tables), x[..., turned:]), -1)
     cos, sin = tables
     half = x.shape[-1] // 2
     return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
 
 
-def rope_config(heads: int, dim: int) -> dict:
-    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(dim // 2)}
-    return {"H": heads, "D": dim, **blocks, "num_warps": 4}
+def rope_config(heads: int, dim: int, turned: int) -> dict:
+    blocks = {"BLOCK_H": power_of_2(heads), "BLOCK_D": power_of_2(turned // 2)}
+    rest = power_of_2(dim - turned) if turned < dim else 0
+    return {"H": heads, "D": dim, "R": turned, **blocks, "BLOCK_REST": rest, "num_warps": 4}
 
 
 @jit
 def rope_kernel(
-    x, cos_sin, out, x_stride,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, cos_sin, out, x_stride, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    HALF: tl.constexpr = D // 2
+    HALF: tl.constexpr = R // 2
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     inside = (h < H) & (d < HALF)
-    x += row * x_stride + h * D + d
-    first = tl.load(x, mask=inside, other=0).to(tl.float32)
-    second = tl.load(x + HALF, mask=inside, other=0).to(tl.float32)
-    cos_sin += row * D + d  # both halves of a row have the same cosine, and opposite sines
+    x += row * x_stride + h * D
+    out += row * H * D + h * D
+    first = tl.load(x + d, mask=inside, other=0).to(tl.float32)
+    second = tl.load(x + HALF + d, mask=inside, other=0).to(tl.float32)
+    cos_sin += row * R + d  # both halves of a row have the same cosine, and opposite sines
     cos = tl.load(cos_sin, mask=d < HALF, other=0)
-    sin = tl.load(cos_sin + tl.num_programs(0) * D + HALF, mask=d < HALF, other=0)
-    out += row * H * D + h * D + d
-    tl.store(out, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+    sin = tl.load(cos_sin + tl.num_programs(0) * R + HALF, mask=d < HALF, other=0)
+    tl.store(out + d, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + HALF + d, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+    if BLOCK_REST:
+        rest = R + tl.arange(0, BLOCK_REST)[None, :]
+        inside = (h < H) & (rest < D)
+        tl.store(out + rest, tl.load(x + rest, mask=inside), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -380,12 +429,17 @@ def choose(q: Tensor, keys: Tensor, weights: Tensor, top: int) -> Tensor:
     score is the sum over heads of weight * relu(q . key); of equal ones the older is read.
     """
     n, length = len(q), len(keys)
-    products = (q.float() @ keys.float().T).relu()  # (n, H, N)
-    scores = torch.einsum("nhl,nh->nl", products, weights.float())
     later = torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1)
-    order = scores.masked_fill_(later, -torch.inf).sort(descending=True, stable=True).indices
+    scores = index_scores(q, keys, weights).masked_fill_(later, -torch.inf)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.zeros_like(later).scatter_(1, order[:, :top], True)
     return chosen & ~later
+
+
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Scores of `choose`: q (n, H, D), keys (N, D), weights (n, H) -> (n, N), in float32."""
+    products = (q.float() @ keys.float().T).relu_()  # (n, H, N)
+    return torch.einsum("nhl,nh->nl", products, weights.float())
 
 
 class Buffer:
@@ -423,12 +477,12 @@ class Part:
     """Requests that one call computes: one of any number of rows, or several of one row each.
 
     rows: which rows of q. places: where the tokens they attend to lie in the pool, request by
-    request; a shorter request is padded with its own first token, which the mask hides.
+    request; a shorter request is padded with the first token that it sees, which the mask hides.
     """
 
     rows: slice | Tensor
     places: slice | Tensor
-    mask: Tensor | None = None  # (b, 1, 1, N): 0, or -inf where a request is padded
+    mask: Tensor | None = None  # (b, 1, 1, N): 0, or -inf where a request sees nothing
 
 
 @dataclass(frozen=True)
@@ -449,11 +503,16 @@ class View:
 class Layout:
     """Makes the Views of one cache group, in buffers allocated once at the limits.
 
-    budget: rows a step; requests: at once; width: blocks a request can have.
+    budget: rows a step; requests: at once; width: blocks a request can have. window: a row sees
+    that many tokens, its own the last of them; 0: all. Blocks before the window of a request's
+    first row are not looked at: a table has 0 in their places, or anything.
     """
 
-    def __init__(self, budget: int, requests: int, width: int, block_size: int, device, dtype):
-        self.block_size, self.dtype = block_size, dtype
+    def __init__(
+        self, budget: int, requests: int, width: int, block_size: int, device, dtype,
+        window: int = 0,
+    ):  # fmt: skip
+        self.block_size, self.dtype, self.window = block_size, dtype, window
         self.slots = Buffer(budget, device)
         self.triton = on_triton(self.slots.tensor)
         if self.triton:
@@ -476,9 +535,10 @@ class Layout:
         filled = self.slots.fill(slots + [-1] * padded)
         if not self.triton:
             lengths = [(row, n, start + n) for row, n, start in spans]
-            parts = parts_of(tables, lengths, size, filled.device, self.dtype)
+            parts = parts_of(tables, lengths, size, filled.device, self.dtype, self.window)
             return View(filled, rows, most, parts)
-        lines = self._lines(tables)
+        firsts = [first_seen(start, self.window) // size for _, _, start in spans]
+        lines = self._lines(tables, firsts)
         flat = [
             x
             for (row, n, start), line in zip(spans, lines)
@@ -489,32 +549,40 @@ class Layout:
         filled_spans = self.spans.fill(flat).view(-1, 5)
         return View(filled, rows, most, [], filled_spans, self.tables.tensor.view(-1, self.width))
 
-    def _lines(self, tables: list[list[int]]) -> list[int]:
-        """The line of the buffer that holds each table. A table keeps its line from step to
-        step; what was appended is copied, and all of it where blocks were replaced."""
+    def _lines(self, tables: list[list[int]], firsts: list[int]) -> list[int]:
+        """The line of the buffer that holds each table, from its first block that is read. A
+        table keeps its line from step to step; what was appended is copied, and all that is
+        read where blocks were replaced."""
         at = {id(table): line for line, table in enumerate(self.lines) if table is not None}
         wanted = {id(table) for table in tables}
         free = [line for line, table in enumerate(self.lines) if id(table) not in wanted]
         result = []
-        for table in tables:
+        for table, first in zip(tables, firsts):
             line = at.get(id(table))
             if line is None:
                 line = free.pop()
                 self.lines[line], self.known[line] = table, []
-            table = table[: self.width]  # before a fork one has blocks of all samples
-            if self.known[line] != table:
-                known = len(self.known[line])
-                if self.known[line] != table[:known]:
-                    known = 0
-                self.tables.fill(table[known:], line * self.width + known)
-                self.known[line] = table.copy()
+            read = table[first : self.width]  # before a fork one has blocks of all samples
+            known = self.known[line][first:]
+            if known != read:
+                same = len(known) if known == read[: len(known)] else 0
+                start = min(first, len(self.known[line])) + same
+                self.tables.fill(table[start : self.width], line * self.width + start)
+                self.known[line][start:] = table[start : self.width]
             result.append(line)
         return result
 
 
-def parts_of(tables: list[list[int]], spans, block_size: int, device, dtype) -> list[Part]:
+def first_seen(position: int, window: int) -> int:
+    """The first position that a row sees of its request."""
+    return max(position - window + 1, 0) if window else 0
+
+
+def parts_of(
+    tables: list[list[int]], spans, block_size: int, device, dtype, window: int = 0
+) -> list[Part]:
     """The Parts of requests with block tables, and spans [(row, n, length)]: n rows from `row`
-    on, `length` tokens once they are stored.
+    on, `length` tokens once they are stored. What no row sees is left out.
 
     Requests of one row go together, sorted by length: the longest of a part has at most half
     as many blocks again as the shortest, and four more. A part is one copy of its keys and
@@ -523,26 +591,29 @@ def parts_of(tables: list[list[int]], spans, block_size: int, device, dtype) -> 
     """
     parts, single = [], []
     for table, (row, n, length) in zip(tables, spans):
+        first = first_seen(length - n, window)
+        skipped = first // block_size
+        table = table[skipped : -(-length // block_size)]
+        first, length = first - skipped * block_size, length - skipped * block_size
         if n == 1:
-            single.append((length, row, table))
+            single.append((length, first, row, table))
         else:
-            places = _places(table, length, block_size, device)
+            places = _places(table, first, length, block_size, device)
             parts.append(Part(slice(row, row + n), places))
     single.sort(key=lambda entry: entry[0])
     while single:
-        most = 1.5 * -(-single[0][0] // block_size) + 4
-        count = sum(-(-length // block_size) <= most for length, _, _ in single)
+        most = 1.5 * len(single[0][-1]) + 4
+        count = sum(len(table) <= most for *_, table in single)
         parts.append(_part(single[:count], block_size, dtype, device))
         single = single[count:]
     return parts
 
 
-def _places(table: list[int], length: int, block_size: int, device) -> slice | Tensor:
+def _places(table: list[int], first: int, length: int, block_size: int, device) -> slice | Tensor:
     """Places of a request's tokens; blocks that follow each other are a slice: no copy."""
-    table = table[: -(-length // block_size)]
     if table == list(range(table[0], table[0] + len(table))):
-        return slice(table[0] * block_size, table[0] * block_size + length)
-    return _all_places(torch.tensor(table, device=device), block_size)[:length]
+        return slice(table[0] * block_size + first, table[0] * block_size + length)
+    return _all_places(torch.tensor(table, device=device), block_size)[first:length]
 
 
 def _all_places(blocks: Tensor, block_size: int) -> Tensor:
@@ -551,36 +622,45 @@ def _all_places(blocks: Tensor, block_size: int) -> Tensor:
     return (blocks[..., None] * block_size + offsets).flatten(-2)
 
 
-def _part(single: list[tuple[int, int, list[int]]], block_size: int, dtype, device) -> Part:
-    """One Part of requests [(length, row, table)] of one row each, the longest last."""
+def _part(single: list[tuple[int, int, int, list[int]]], block_size: int, dtype, device) -> Part:
+    """One Part of requests [(length, first, row, table)] of one row each, the longest last. It
+    sees positions first..length - 1 of the blocks in its table."""
     if len(single) == 1:
-        length, row, table = single[0]
-        return Part(slice(row, row + 1), _places(table, length, block_size, device))
-    lengths = torch.tensor([length for length, _, _ in single], device=device)[:, None]
-    rows = torch.tensor([row for _, row, _ in single], device=device)
-    blocks = -(-single[-1][0] // block_size)
-    padded = [table[:blocks] + [0] * (blocks - len(table)) for _, _, table in single]
+        length, first, row, table = single[0]
+        return Part(slice(row, row + 1), _places(table, first, length, block_size, device))
+    lengths, firsts, rows = torch.tensor([entry[:3] for entry in single], device=device).T
+    blocks = len(single[-1][-1])
+    padded = [table + [0] * (blocks - len(table)) for *_, table in single]
     places = _all_places(torch.tensor(padded, device=device), block_size)  # (b, N)
-    beyond = torch.arange(places.shape[1], device=device) >= lengths
-    places = torch.where(beyond, places[:, :1], places)
-    mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill(beyond, -torch.inf)
+    at = torch.arange(places.shape[1], device=device)
+    return _masked(rows, places, (at >= lengths[:, None]) | (at < firsts[:, None]), firsts, dtype)
+
+
+def _masked(rows: Tensor, places: Tensor, hidden: Tensor, firsts: Tensor, dtype) -> Part:
+    """A Part of requests of one row each, at places (b, N): what is hidden is neither seen nor
+    read. firsts: a place of each request that it sees, by its number."""
+    places = torch.where(hidden, places.gather(1, firsts[:, None]), places)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
+    mask = mask.masked_fill_(hidden, -torch.inf)
     return Part(rows, places.flatten(), mask[:, None, None])
 
 
-def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, view: View):
+def store_kv(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor | None, view: View):
     """Write a layer's keys and values of this step, k, v (T, G, D), into pools (P, S, G, D).
 
-    Padded rows have slot -1 and write nothing.
+    Padded rows have slot -1 and write nothing. v and values are None where there are only keys.
     """
     if on_triton(k):
         width = k.shape[1] * k.shape[2]
+        v_stride = None if v is None else v.stride(0)
         store_kernel[(k.shape[0],)](
-            k, v, keys, values, view.slots, k.stride(0), v.stride(0), **store_config(width)
+            k, v, keys, values, view.slots, k.stride(0), v_stride, **store_config(width)
         )
         return
     slots = view.slots[: view.rows]
     keys.view(-1, *k.shape[1:])[slots] = k[: view.rows]
-    values.view(-1, *v.shape[1:])[slots] = v[: view.rows]
+    if v is not None:
+        values.view(-1, *v.shape[1:])[slots] = v[: view.rows]
 
 
 def store_config(width: int) -> dict:
@@ -597,38 +677,57 @@ def store_kernel(
         e = tl.arange(0, BLOCK)
         at, inside = slot * WIDTH + e, e < WIDTH
         tl.store(keys + at, tl.load(k + row * k_stride + e, mask=inside), mask=inside)
-        tl.store(values + at, tl.load(v + row * v_stride + e, mask=inside), mask=inside)
+        if v is not None:
+            tl.store(values + at, tl.load(v + row * v_stride + e, mask=inside), mask=inside)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool = True) -> Tensor:
-    """Attention of mixed rows over a paged cache: q (T, H, D), pools (P, S, G, D) -> (T, H, D).
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool = True, window: int = 0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of mixed rows over a paged cache: q (T, H, D), keys (P, S, G, D), values
+    (P, S, G, Dv) -> (T, H, Dv).
 
-    A row at position p of its request sees positions 0..p (Kwon et al. 2023 for the pages);
-    with causal=False every row sees all of its request. Padded rows give 0.
+    A row at position p of its request sees positions 0..p (Kwon et al. 2023 for the pages), or
+    the last `window` of these, for which the view was made; with causal=False every row sees all
+    of its request. Padded rows give 0. scale: of the products, 1 / sqrt(D) where it is not given.
+
+    Values shorter than keys are the first part of them, in the same memory: a latent that all
+    heads share, with G = 1 (DeepSeek-AI 2405.04434).
     """
+    if window and not causal:
+        raise ValueError(f"a window of {window} tokens needs causal rows")
     if on_triton(q):
-        return _attention(q, keys, values, view, causal)
+        return _attention(q, keys, values, view, causal, window, scale)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # (P * S, G, D)
     if len(view.parts) == 1 and isinstance(view.parts[0].rows, slice) and view.rows == len(q):
-        return _part_attention(q, keys, values, view.parts[0], causal)  # a request alone
-    out = torch.empty_like(q)
+        return _part_attention(q, keys, values, view.parts[0], causal, window, scale)  # alone
+    out = q.new_empty(*q.shape[:2], values.shape[-1])
     out[view.rows :] = 0
     for part in view.parts:
-        out[part.rows] = _part_attention(q[part.rows], keys, values, part, causal)
+        rows = part.rows
+        out[rows] = _part_attention(q[rows], keys, values, part, causal, window, scale)
     return out
 
 
-def _part_attention(q: Tensor, keys: Tensor, values: Tensor, part: Part, causal: bool) -> Tensor:
+def _part_attention(
+    q: Tensor, keys: Tensor, values: Tensor, part: Part, causal: bool, window: int, scale
+) -> Tensor:
     """The same for the rows of one part, in its order: keys, values (P * S, G, D)."""
     heads_first = part.mask is None and _in_products(q)
-    k, v = (_taken(x, part.places, heads_first) for x in (keys, values))  # (N, G, D)
+    k = _taken(keys, part.places, heads_first)  # (N, G, D)
+    dim = values.shape[-1]
+    if dim < k.shape[-1]:  # PyTorch is fast where both are as long: cut off what is no value
+        v = k
+    else:
+        v = _taken(values, part.places, heads_first)
     if part.mask is None:
-        return _attend_tiles(q, k, v, causal)
-    count, heads, dim = q.shape
+        return _attend_tiles(q, k, v, causal, window, scale)[..., :dim]
+    count, heads, _ = q.shape
     k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (k, v))  # (b, G, N, D)
-    grouped = q.view(count, k.shape[1], -1, dim)
-    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask)
-    return mixed.view(count, heads, dim)
+    grouped = q.view(count, k.shape[1], -1, k.shape[-1])
+    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask, scale=scale)
+    return mixed.view(count, heads, -1)[..., :dim]
 
 
 def _taken(pool: Tensor, places: slice | Tensor, heads_first: bool) -> Tensor:
@@ -645,25 +744,28 @@ def _taken(pool: Tensor, places: slice | Tensor, heads_first: bool) -> Tensor:
     return pool.flatten(1).index_select(0, places).view(-1, *pool.shape[1:])
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, view: View, causal: bool) -> Tensor:
-    """The same in Triton. A program computes a tile of rows for one key/value head."""
+def _attention(q: Tensor, keys, values, view: View, causal: bool, window: int, scale) -> Tensor:
+    """The same in Triton. A program computes a tile of rows for heads that share keys."""
     T, heads, dim = q.shape
-    size, shared = keys.shape[1:3]
+    size, shared, values_dim = values.shape[1:]
     requests = view.spans.shape[0]
-    arch = capability(q.device)
-    config = attention_config(view.most, heads, shared, dim, size, q.dtype, causal, arch)
-    tiles, splits = attention_grid(T, requests, config)
-    out = torch.empty(T, heads, dim, dtype=q.dtype, device=q.device)
+    config = attention_config(
+        view.most, heads, shared, dim, values_dim, size, q.dtype, causal, window,
+        capability(q.device),
+    )  # fmt: skip
+    *tiles, splits = attention_grid(T, requests, config)
+    out = torch.empty(T, heads, values_dim, dtype=q.dtype, device=q.device)
     into, weights = out, None
     if splits > 1:
-        into = torch.empty(T, heads, splits, dim, dtype=torch.float32, device=q.device)
+        into = torch.empty(T, heads, splits, values_dim, dtype=torch.float32, device=q.device)
         weights = torch.empty(T, heads, splits, dtype=torch.float32, device=q.device)
-    attention_kernel[(tiles, shared, splits)](
+    scale = dim**-0.5 if scale is None else scale
+    attention_kernel[(*tiles, splits)](
         q, keys, values, into, weights, view.tables, view.spans, requests,
-        dim**-0.5 * LOG2_E, q.stride(0), view.tables.stride(0), SPLITS=splits, **config,
+        scale * LOG2_E, q.stride(0), view.tables.stride(0), SPLITS=splits, **config,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[(T, heads)](into, weights, out, **combine_config(dim, splits))
+        combine_kernel[(T, heads)](into, weights, out, **combine_config(values_dim, splits))
     return out
 
 
@@ -683,36 +785,42 @@ def key_splits(programs: int, block_m: int) -> int:
     return 4 if 4 * programs >= PROGRAMS else 16
 
 
-def attention_grid(T: int, requests: int, config: dict) -> tuple[int, int]:
-    """Tiles of rows, at least as many as there are, and the splits of each one's keys."""
-    shared = config["G"]
-    rows = config["BLOCK_M"] // (config["H"] // shared)
+def attention_grid(T: int, requests: int, config: dict) -> tuple[int, int, int]:
+    """Tiles of rows, at least as many as there are; of heads; and the splits of their keys."""
+    group = config["H"] // config["G"]
+    rows = config["BLOCK_M"] // config["HEADS"]
     tiles = requests if config["ONE_ROW"] else T // rows + requests
-    return tiles, key_splits(tiles * shared, config["BLOCK_M"])
+    heads = config["G"] * ceil_div(group, config["HEADS"])
+    return tiles, heads, key_splits(tiles * heads, config["BLOCK_M"])
 
 
 def attention_config(
-    most: int, heads: int, shared: int, dim: int, size: int, dtype: torch.dtype, causal: bool,
-    arch: int,
+    most: int, heads: int, shared: int, dim: int, values: int, size: int, dtype: torch.dtype,
+    causal: bool, window: int, arch: int,
 ) -> dict:  # fmt: skip
-    """most: rows of the request that has most of them. arch: see `capability`.
+    """most: rows of the request that has most of them. values: D of these. arch: see `capability`.
 
     A tile is as large as the registers hold, 255 a thread. 128 lines by 64 keys of 128 halves
     take 240 where tensor cores read shared memory (90 to 119), and do not fit where they do not.
     """
-    group, half = power_of_2(heads // shared), dtype.itemsize == 2
-    block_d = max(16, power_of_2(dim))
-    largest = 32 if not half else 128 if dim <= 128 else 64
-    block_m = min(max(16, group * power_of_2(most)), max(largest, group))
+    group, half = heads // shared, dtype.itemsize == 2
+    block_d = max(16, power_of_2(values))
+    largest = 32 if not half or values > 256 else 128 if values <= 128 else 64
+    lines = power_of_2(group) * (power_of_2(most) if most > 1 else 1)
+    block_m = 16 if most == 1 else min(max(16, lines), largest)
     roomy = half and (block_m < 64 or 90 <= arch < 120)
     tile_bytes = 16384 if roomy else 8192  # of keys
+    if dim > values:  # which are the values too
+        tile_bytes *= 2
     block_n = max(16, min(64, tile_bytes // (block_d * dtype.itemsize)))
     scores, mixed = (8192, 8192) if half else (1024, 4096)  # numbers that 4 warps hold
     wide = block_m * block_n >= scores or block_m * block_d > mixed
     return {
-        "H": heads, "G": shared, "D": dim, "S": size, "CAUSAL": causal, "ONE_ROW": most == 1,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "OPERAND": operand(dtype),
-        "num_warps": 8 if wide else 4,
+        "H": heads, "G": shared, "D": dim, "VALUES": values, "S": size, "CAUSAL": causal,
+        "WINDOW": window, "ONE_ROW": most == 1, "HEADS": min(group, block_m),
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d,
+        "BLOCK_R": max(16, power_of_2(dim - values)) if dim > values else 0,
+        "OPERAND": operand(dtype), "num_warps": 8 if wide else 4,
         "num_stages": 3,  # block ids come a round before the keys that they locate
         # Without a limit the compiler sets its own, and spills to fit one more program.
         "maxnreg": 255 if block_m > 16 and block_d <= 64 else None,
@@ -722,13 +830,16 @@ def attention_config(
 @jit
 def attention_kernel(
     q, keys, values, out, lse, tables, spans, requests, scale, q_stride, table_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr,
-    ONE_ROW: tl.constexpr, SPLITS: tl.constexpr, OPERAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, VALUES: tl.constexpr, S: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ONE_ROW: tl.constexpr, SPLITS: tl.constexpr,
+    OPERAND: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    tile, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, split = tl.program_id(0), tl.program_id(2)
     GROUP: tl.constexpr = H // G
-    ROWS: tl.constexpr = BLOCK_M // GROUP
+    ROWS: tl.constexpr = BLOCK_M // HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    g = tl.program_id(1) // HEAD_TILES
     # Request r has its first tile at row // ROWS + r or later; find the last r for which that
     # is not beyond this tile. Tiles that this counts too many have no rows.
     r = tile
@@ -747,18 +858,26 @@ def attention_kernel(
     length = tl.load(spans + r * 5 + 3)
     table = tables + tl.load(spans + r * 5 + 4) * table_stride
     if n > 0:
-        # Line m of the tile is row m // GROUP, query head m % GROUP of those that share head g.
+        # Line m of the tile is row m // HEADS; its query head is one of those that share head g.
         m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-        i, head = m // GROUP, g * GROUP + m % GROUP
+        i, head = m // HEADS, tl.program_id(1) % HEAD_TILES * HEADS + m % HEADS
         n = min(n, ROWS)
-        lines = (i < n)[:, None] & (d < D)[None, :]
+        real = (i < n) & (head < GROUP)
+        head += g * GROUP
+        lines = real[:, None] & (d < VALUES)[None, :]
         at = (row + i).to(tl.int64) * q_stride + head * D
         x = tl.load(q + at[:, None] + d[None, :], mask=lines, other=0).to(OPERAND)
+        if VALUES < D:  # what keys have and values have not
+            rest = VALUES + tl.arange(0, BLOCK_R)
+            lines_rest = real[:, None] & (rest < D)[None, :]
+            x_rest = tl.load(q + at[:, None] + rest[None, :], mask=lines_rest, other=0).to(OPERAND)
         first = 0
         last = min(position + n, length) if CAUSAL else length  # of the keys that a line sees
+        if WINDOW:
+            first = max(position - WINDOW + 1, 0)
         if SPLITS > 1:
-            share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK_N) * BLOCK_N
-            first = split * share
+            share = tl.cdiv(tl.cdiv(last - first, SPLITS), BLOCK_N) * BLOCK_N
+            first += split * share
             last = min(last, first + share)
         best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -768,12 +887,20 @@ def attention_kernel(
             exists = key < last
             block = tl.load(table + key // S, mask=exists, other=0).to(tl.int64)
             place = (block * S + key % S) * (G * D) + g * D
-            inside = exists[:, None] & (d < D)[None, :]
+            inside = exists[:, None] & (d < VALUES)[None, :]
             k = tl.load(keys + place[:, None] + d[None, :], mask=inside, other=0).to(OPERAND)
-            score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(x, tl.trans(k), input_precision="ieee")
+            if VALUES < D:
+                inside_rest = exists[:, None] & (rest < D)[None, :]
+                k_rest = tl.load(keys + place[:, None] + rest[None, :], mask=inside_rest, other=0)
+                k_rest = k_rest.to(OPERAND)
+                score = tl.dot(x_rest, tl.trans(k_rest), score, input_precision="ieee")
+            score *= scale
             seen = exists[None, :]
             if CAUSAL:
                 seen &= key[None, :] <= (position + i)[:, None]
+            if WINDOW:
+                seen &= key[None, :] > (position + i - WINDOW)[:, None]
             score = tl.where(seen, score, float("-inf"))
             higher = tl.maximum(best, tl.max(score, 1))
             finite = tl.where(higher == float("-inf"), 0.0, higher)  # a line may see none here
@@ -781,7 +908,10 @@ def attention_kernel(
             shrink = tl.exp2(best - finite)
             best = higher
             total = total * shrink + tl.sum(weight, 1)
-            v = tl.load(values + place[:, None] + d[None, :], mask=inside, other=0).to(OPERAND)
+            if VALUES < D:
+                v = k
+            else:
+                v = tl.load(values + place[:, None] + d[None, :], mask=inside, other=0).to(OPERAND)
             mixed *= shrink[:, None]
             mixed = tl.dot(weight.to(OPERAND), v, mixed, input_precision="ieee")
         mixed /= tl.where(total == 0, 1.0, total)[:, None]
@@ -789,8 +919,9 @@ def attention_kernel(
         if SPLITS > 1:
             line = line * SPLITS + split
             total = tl.where(total == 0, 1.0, total)
-            tl.store(lse + line, best + tl.log2(total), mask=i < n)  # -inf if it saw nothing
-        tl.store(out + line[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=lines)
+            tl.store(lse + line, best + tl.log2(total), mask=real)  # -inf if it saw nothing
+        at = line[:, None] * VALUES + d[None, :]
+        tl.store(out + at, mixed.to(out.dtype.element_ty), mask=lines)
 
 
 def combine_config(dim: int, splits: int) -> dict:
@@ -815,17 +946,18 @@ def combine_kernel(parts, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK
 TILE = 128  # rows
 
 
-def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool, window=0, scale=None) -> Tensor:
     """`attend` for the rows of one request, TILE at a time: no row meets the keys after its
-    tile, which for a whole prompt is nearly half of them."""
+    tile, which for a whole prompt is nearly half of them, nor those before its window."""
     n, length = len(q), len(k)
     attend_tile = _attend_products if _in_products(q) else attend
     if n <= TILE:
-        return attend_tile(q, k, v, causal)
+        return attend_tile(q, k, v, causal, window, scale)
     tiles = []
     for row in range(0, n, TILE):
-        seen = min(length - n + row + TILE, length) if causal else length
-        tiles.append(attend_tile(q[row : row + TILE], k[:seen], v[:seen], causal))
+        first = first_seen(length - n + row, window)
+        seen = slice(first, min(length - n + row + TILE, length) if causal else length)
+        tiles.append(attend_tile(q[row : row + TILE], k[seen], v[seen], causal, window, scale))
     return torch.cat(tiles)
 
 
@@ -834,7 +966,7 @@ def _in_products(q: Tensor) -> bool:
     return low and len(q) >= TILE // 2
 
 
-def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, window=0, scale=None) -> Tensor:
     """`attend` for many bfloat16 rows, in products that oneDNN multiplies five times as fast as
     PyTorch's attention does. A product is rounded to bfloat16; a second one, from which the
     first is subtracted before rounding, is what the rounding took, and both are the score."""
@@ -844,12 +976,155 @@ def _attend_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q = q.view(n, shared, -1, dim).permute(1, 2, 0, 3).reshape(shared, -1, dim)  # (G, H / G * n, D)
     product = torch.bmm(q, keys)
     rest = torch.baddbmm(product, q, keys, beta=-1)
-    scores = product.float().add_(rest).mul_(dim**-0.5)
+    scores = product.float().add_(rest).mul_(dim**-0.5 if scale is None else scale)
+    by_row = scores.view(shared, -1, n, length)
     if causal:
         later = torch.ones(n, n, dtype=torch.bool).triu(1)
-        scores.view(shared, -1, n, length)[..., length - n :].masked_fill_(later, -torch.inf)
+        by_row[..., length - n :].masked_fill_(later, -torch.inf)
+    if window:
+        gone = torch.ones(n, length, dtype=torch.bool).tril(length - n - window)
+        by_row.masked_fill_(gone, -torch.inf)
     mixed = torch.bmm(scores.softmax(-1).to(q.dtype), values)
-    return mixed.view(shared, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+    return mixed.view(shared, -1, n, mixed.shape[-1]).permute(2, 0, 1, 3).reshape(n, heads, -1)
+
+
+# ---------------------------------------------------------------- sparse attention
+
+
+def sparse_attention(
+    q: Tensor, keys: Tensor, values: Tensor, view: View, index_q: Tensor, index_keys: Tensor,
+    index_weights: Tensor, top: int, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`attention` in which each row reads the `top` tokens that an index chooses among those it
+    sees, see `choose` (DeepSeek-AI 2512.02556).
+
+    index_q (T, Hi, Di), index_keys (P, S, Di), index_weights (T, Hi). Every index key is read,
+    but of keys and values only what is chosen.
+    """
+    if on_triton(q):
+        return _sparse(q, keys, values, view, index_q, index_keys, index_weights, top, scale)
+    keys, values, index_keys = (x.flatten(0, 1) for x in (keys, values, index_keys))
+    out = q.new_zeros(*q.shape[:2], values.shape[-1])
+    for whole in view.parts:
+        for part in _chosen_parts(whole, index_q, index_keys, index_weights, top, q.dtype):
+            rows = part.rows
+            out[rows] = _part_attention(q[rows], keys, values, part, True, 0, scale)
+    return out
+
+
+CHOOSING = 16  # rows that together read what they have chosen
+
+
+def _chosen_parts(whole: Part, q: Tensor, keys: Tensor, weights: Tensor, top: int, dtype):
+    """A part as parts of few rows, each with the places that they have chosen."""
+    rows = torch.arange(len(q), device=q.device)[whole.rows]
+    keys = _taken(keys, whole.places, False).float()
+    places = whole.places
+    if isinstance(places, slice):
+        places = torch.arange(places.start, places.stop, device=q.device)
+    count = 1 if whole.mask is None else len(rows)  # requests
+    keys = keys.view(count, -1, keys.shape[-1]).expand(len(rows), -1, -1)
+    places = places.view(count, -1).expand(len(rows), -1)  # (rows, N)
+    length = places.shape[1]
+    if length <= top:
+        yield whole
+        return
+    for i in range(0, len(rows), CHOOSING):
+        tile = rows[i : i + CHOOSING]
+        each = zip(q[tile], keys[i:], weights[tile])
+        scores = torch.cat([index_scores(x[None], k, w[None]) for x, k, w in each])
+        if whole.mask is None:
+            later = torch.ones_like(scores, dtype=torch.bool).triu(length - len(rows) + i + 1)
+            scores.masked_fill_(later, -torch.inf)
+        else:
+            scores += whole.mask[i : i + CHOOSING, 0, 0]
+        best = best_of(scores, top)
+        hidden = scores.gather(1, best) == -torch.inf
+        yield _masked(
+            tile, places[i : i + CHOOSING].gather(1, best), hidden, torch.zeros_like(tile), dtype
+        )
+
+
+def best_of(scores: Tensor, top: int) -> Tensor:
+    """Where the `top` highest of scores (n, N) in float32 are, the highest first, of equal ones
+    the older: (n, top). Their bits after the sign are integers of the same order."""
+    bits = scores.view(torch.int32).long()
+    size = bits & 0x7FFFFFFF
+    order = torch.where(bits < 0, -size, size) << 32  # -0.0 is 0
+    order -= torch.arange(scores.shape[1], device=scores.device)
+    return order.topk(min(top, scores.shape[1])).indices
+
+
+def _sparse(
+    q, keys, values, view: View, index_q, index_keys, index_weights, top: int, scale
+) -> Tensor:  # fmt: skip
+    """The same in Triton: every row is a request of its own, whose table is the places that it
+    has chosen, as blocks of one token."""
+    T, size = len(q), keys.shape[1]
+    row = torch.arange(T, dtype=torch.int32, device=q.device)
+    request = torch.searchsorted(view.spans[:, 0].contiguous(), row, right=True) - 1
+    first, _, position, length, line = view.spans[request].T.contiguous()
+    seen = torch.minimum(position + row - first + 1, length)
+    width = view.tables.shape[1] * size
+    chosen = []
+    config = index_config(*index_q.shape[1:], size, q.dtype)
+    weights = index_weights.contiguous()
+    step = max(1, SCORES // width)
+    for i in range(0, T, step):
+        rows = slice(i, min(i + step, T))
+        count = rows.stop - i
+        scores = torch.empty(count, width, dtype=torch.float32, device=q.device)
+        index_kernel[(count, ceil_div(width, config["BLOCK_N"]))](
+            index_q[rows], index_keys, weights[rows], scores, view.tables, line[rows], seen[rows],
+            index_q.stride(0), view.tables.stride(0), width, **config,
+        )  # fmt: skip
+        best = best_of(scores, top)
+        block = view.tables[line[rows]].gather(1, best // size)
+        chosen.append((block * size + best % size).int())
+    places = torch.cat(chosen)  # (T, top)
+    one, length = torch.ones_like(row), seen.clamp(max=top)
+    spans = torch.stack((row, one, position, length, row), 1)
+    alone = View(view.slots, T, 1, [], spans, places)
+    keys, values = (x.flatten(0, 1)[:, None] for x in (keys, values))  # (P * S, 1, 1, D)
+    return _attention(q, keys, values, alone, False, 0, scale)
+
+
+SCORES = 2**23  # numbers that are ordered at once
+
+
+def index_config(heads: int, dim: int, size: int, dtype: torch.dtype) -> dict:
+    block_m = min(max(16, power_of_2(heads)), 64 if dtype.itemsize == 2 else 16)
+    return {
+        "H": heads, "D": dim, "S": size, "OPERAND": operand(dtype), "BLOCK_M": block_m,
+        "BLOCK_N": 64 if dtype.itemsize == 2 else 32, "BLOCK_D": max(16, power_of_2(dim)),
+        "num_warps": 4,
+    }  # fmt: skip
+
+
+@jit
+def index_kernel(
+    q, keys, index_weights, scores, tables, lines, lengths, q_stride, table_stride, width,
+    H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Scores of a row and some keys: -inf of those that it does not see."""
+    row = tl.program_id(0).to(tl.int64)
+    key, d = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    exists = key < tl.load(lengths + row)
+    table = tables + tl.load(lines + row) * table_stride
+    block = tl.load(table + key // S, mask=exists, other=0).to(tl.int64)
+    place = (block * S + key % S) * D
+    inside = exists[:, None] & (d < D)[None, :]
+    k = tl.load(keys + place[:, None] + d[None, :], mask=inside, other=0).to(OPERAND)
+    score = tl.where(exists, 0.0, float("-inf"))
+    for start in range(0, H, BLOCK_M):
+        h = start + tl.arange(0, BLOCK_M)
+        at = row * q_stride + h[:, None] * D + d[None, :]
+        x = tl.load(q + at, mask=(h < H)[:, None] & (d < D)[None, :], other=0).to(OPERAND)
+        weight = tl.load(index_weights + row * H + h, mask=h < H, other=0)
+        product = tl.dot(x, tl.trans(k), input_precision="ieee")
+        score += tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
+    tl.store(scores + row * width + key, score, mask=key < width)
 
 
 # ---------------------------------------------------------------- linear attention
@@ -1298,17 +1573,49 @@ def _per_head_cost(result, spans, x, weight) -> tuple[int, float]:
     return x.nbytes + weight.nbytes + result.nbytes, 2.0 * x.shape[-1] * result.numel()
 
 
-def _attention_cost(result, spans, q, keys, values, view, causal=True, **rest):
-    """What a request has stored is read once; its row at position p meets p + 1 of it."""
-    heads, dim = q.shape[-2:]
-    token_bytes = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
-    stored = sum(start + n for start, n in spans)
-    pairs = sum(n * (start + n) - causal * (n * (n - 1) // 2) for start, n in spans)
-    return stored * token_bytes + q.nbytes + result.nbytes, 4.0 * heads * dim * pairs
+def _attention_cost(
+    result, spans, q, keys, values, view, causal=True, window=0, scale=None
+) -> tuple[int, float]:
+    """What a row of a request sees is read once; its row at position p meets p + 1 of it."""
+    stored = sum(start + n - first_seen(start, window) for start, n in spans)
+    pairs = _pairs(spans, window) if causal else sum(n * (start + n) for start, n in spans)
+    nbytes = stored * _token_bytes(keys, values) + q.nbytes + result.nbytes
+    return nbytes, 2.0 * (q.numel() + result.numel()) / len(q) * pairs
+
+
+def _pairs(spans, window: int) -> int:
+    """How many tokens all rows see together: a row at position p the last `window` of p + 1."""
+
+    def below(positions: int) -> int:
+        return positions * (positions + 1) // 2
+
+    pairs = sum(below(start + n) - below(start) for start, n in spans)
+    if window:  # without those before it
+        ends = [(max(start + n - window, 0), max(start - window, 0)) for start, n in spans]
+        pairs -= sum(below(end) - below(begin) for end, begin in ends)
+    return pairs
+
+
+def _token_bytes(keys, values) -> int:
+    """Of a layer's keys and values of a token; shorter values are a part of the keys."""
+    own = values[0, 0].numel() if values.shape[-1] == keys.shape[-1] else 0
+    return (keys[0, 0].numel() + own) * keys.element_size()
+
+
+def _sparse_cost(
+    result, spans, q, keys, values, view, index_q, index_keys, index_weights, top, scale=None
+) -> tuple[int, float]:
+    """Index keys are read once, and what a row has chosen by that row."""
+    stored = sum(start + n for start, n in spans) * index_keys[0, 0].nbytes
+    pairs = _pairs(spans, top)
+    nbytes = stored + pairs * _token_bytes(keys, values)
+    nbytes += q.nbytes + index_q.nbytes + index_weights.nbytes + result.nbytes
+    flops = 2.0 * index_q[0].numel() * _pairs(spans, 0)
+    return nbytes, flops + 2.0 * (q.numel() + result.numel()) / len(q) * pairs
 
 
 def _store_cost(result, spans, k, v, *rest) -> tuple[int, float]:
-    return 2 * (k.nbytes + v.nbytes), 0.0
+    return 2 * (k.nbytes + (0 if v is None else v.nbytes)), 0.0
 
 
 def _experts_cost(result, spans, x, chosen, weights, gate_up, down) -> tuple[int, float]:
@@ -1330,6 +1637,7 @@ COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and it
     "linear": _linear_cost,
     "per_head": _per_head_cost,
     "attention": _attention_cost,
+    "sparse_attention": _sparse_cost,
     "store_kv": _store_cost,
     "experts": _experts_cost,
 }
@@ -1593,8 +1901,8 @@ def step_costs(rows: int, sequences: int, stored: int, attended: float) -> list[
     norms' weights not at all.
     """
     s, layers, V = SHAPES["Llama-3.1-8B"], 32, 128256
-    shape = rows // sequences, s.H, s.G, s.D, 16, torch.bfloat16, True, 90
-    _, splits = attention_grid(rows, sequences, attention_config(*shape))
+    shape = rows // sequences, s.H, s.G, s.D, s.D, 16, torch.bfloat16, True, 0, 90
+    *_, splits = attention_grid(rows, sequences, attention_config(*shape))
     shared, mixed = s.G * s.D, s.H * s.D  # numbers a row has of keys, and of queries
     cache, output = 4 * sequences * stored * shared, 2 * rows * mixed  # bytes
     parts = rows * s.H * splits * (s.D + 1) * 4 if splits > 1 else output  # of float32
@@ -1661,16 +1969,18 @@ def picture(rows: int, context: int) -> str:
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type where none is named
     "scale": "fp32", "eps": "fp32", "requests": "i32", "width": "i32", "V": "i32",
-    "x_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
+    "x_stride": "i32", "gate_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
     "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
     "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
+    "lines": "*i32", "lengths": "*i32", "index_weights": "*fp32", "scores": "*fp32",
     "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernels see of a model. F: of an expert, where there are experts."""
+    """What the kernels see of a model. F: of an expert, where there are experts. D: of a key,
+    and of a value unless `values` says otherwise."""
 
     H: int
     G: int
@@ -1679,6 +1989,9 @@ class Shape:
     F: int
     X: int = 0  # experts
     K: int = 0  # experts of a row
+    window: int = 0
+    values: int = 0
+    index: tuple[int, int] = (0, 0)  # heads and size of an index query
 
 
 SHAPES = {
@@ -1693,6 +2006,32 @@ OTHER_SHAPES = {  # groups of 7, 5, 1 and 8 heads, padded heads, and large ones
     "Qwen2.5-14B": Shape(40, 8, 128, 5120, 13824),
     "Phi-3-mini": Shape(32, 32, 96, 3072, 8192),
     "Gemma-2B": Shape(8, 1, 256, 2048, 16384),
+}
+KINDS = {  # layers with windows, and with latents that an index chooses
+    "Gemma-3-1B": Shape(4, 1, 256, 1152, 6912, window=512),
+    "Mistral-7B": Shape(32, 8, 128, 4096, 14336, window=4096),
+    "DeepSeek-V3.2": Shape(128, 1, 576, 7168, 2048, values=512, index=(64, 128)),
+}
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What the kernels see of a model with linear attention. Its attention turns a part, R of D,
+    of a head; there are HK heads of keys, of DK numbers, and H of values, of DV."""
+
+    heads: int  # of q and k together
+    D: int
+    R: int
+    HK: int
+    H: int
+    DK: int
+    DV: int
+    K: int  # inputs of a convolution
+
+
+HYBRIDS = {
+    "Qwen3-Next-80B-A3B": Hybrid(18, 256, 64, 16, 32, 128, 128, 4),
+    "Qwen3.5-27B": Hybrid(28, 256, 64, 16, 48, 128, 128, 4),
 }
 
 
@@ -1709,9 +2048,9 @@ class Launch:
 
 
 def launches(arch: int) -> list[Launch]:
-    """All that is compiled ahead of time: SHAPES in bfloat16 with what steps of 1, 8, 64 and 512
-    rows launch, OTHER_SHAPES in every type, and all kernels in every type. Block sizes, splits
-    and causal go round among the latter."""
+    """All that is compiled ahead of time: SHAPES and KINDS in bfloat16 with what steps of 1, 8,
+    64 and 512 rows launch, OTHER_SHAPES in every type, and all kernels in every type. Block
+    sizes, splits and causal go round among the latter."""
     table = [draw_launch()]
     for shape in SHAPES.values():
         table += row_launches(shape, torch.bfloat16)
@@ -1719,10 +2058,22 @@ def launches(arch: int) -> list[Launch]:
             for most in (1, rows):
                 table += step_launches(shape, torch.bfloat16, rows, most, arch)
             table += expert_launches(shape, torch.bfloat16, rows)
+    for shape in KINDS.values():
+        for rows in (1, 8, 64, 512):
+            for most in (1, rows):
+                table += step_launches(shape, torch.bfloat16, rows, most, arch)
+    latent = KINDS["DeepSeek-V3.2"]
+    for dtype in ELEMENTS:
+        for size in (16, 64):
+            table.append(index_launch(latent, dtype, size))
+            for most in (1, 512):
+                table += attention_launches(latent, dtype, most, size, True, 1, arch)
     for dtype in ELEMENTS:
         table += row_launches(SHAPES["Qwen3-30B-A3B"], dtype)
         for rows in (1, 512):
             table += expert_launches(SHAPES["Qwen3-30B-A3B"], dtype, rows)
+        for hybrid in HYBRIDS.values():
+            table += hybrid_launches(hybrid, dtype)
     turn = 0
     for shape in OTHER_SHAPES.values():
         for dtype in ELEMENTS:
@@ -1745,33 +2096,59 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
         Launch(f"norm {s.E}", norm_kernel, dtype, norm_config(s.E, False), missing),
         Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
         Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
-        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D)),
+        Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D, s.D)),
         Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
         Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
         Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
     ]
 
 
+def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
+    rope, norm = rope_config(s.heads, s.D, s.R), gated_norm_config(s.H, s.DV)
+    wide = {"weight": "*fp32"}
+    return [
+        Launch(f"rope {s.heads} x {s.R} of {s.D}", rope_kernel, dtype, rope),
+        Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
+        Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
+    ]
+
+
 def step_launches(s: Shape, dtype, rows: int, most: int, arch: int) -> list[Launch]:
     """Attention in a step of that many rows, `most` of each request."""
-    config = attention_config(most, s.H, s.G, s.D, 16, dtype, True, arch)
-    _, splits = attention_grid(rows, rows // most, config)
-    return attention_launches(s, dtype, most, 16, True, splits, arch)
+    config = attention_config(
+        most, s.H, s.G, s.D, s.values or s.D, 16, dtype, True, s.window, arch
+    )  # fmt: skip
+    *_, splits = attention_grid(rows, rows // most, config)
+    found = attention_launches(s, dtype, most, 16, True, splits, arch)
+    if s.index[0]:  # each row by itself, over single tokens
+        config = attention_config(1, s.H, s.G, s.D, s.values, 1, dtype, False, 0, arch)
+        *_, splits = attention_grid(rows, rows, config)
+        found += attention_launches(s, dtype, 1, 1, False, splits, arch)
+    return found
 
 
 def attention_launches(
     s: Shape, dtype, most: int, size: int, causal: bool, splits: int, arch: int
 ) -> list[Launch]:
-    config = attention_config(most, s.H, s.G, s.D, size, dtype, causal, arch)
+    values = s.values or s.D
+    config = attention_config(most, s.H, s.G, s.D, values, size, dtype, causal, s.window, arch)
     config["SPLITS"] = splits
     tile = f"{config['BLOCK_M']} x {config['BLOCK_N']} x {s.D}"
     name = f"attention {tile}, S {size}, splits {splits}" + ", causal" * causal
+    name += f", window {s.window}" * (s.window > 0)
     if splits == 1:
         return [Launch(name, attention_kernel, dtype, config, {"lse": "constexpr"})]
+    combine = combine_config(values, splits)
     return [
         Launch(name, attention_kernel, dtype, config, {"out": "*fp32"}),
-        Launch(f"combine {splits} x {s.D}", combine_kernel, dtype, combine_config(s.D, splits)),
+        Launch(f"combine {splits} x {values}", combine_kernel, dtype, combine),
     ]
+
+
+def index_launch(s: Shape, dtype, size: int) -> Launch:
+    heads, dim = s.index
+    name = f"index {heads} x {dim}, S {size}"
+    return Launch(name, index_kernel, dtype, index_config(heads, dim, size, dtype))
 
 
 def expert_launches(s: Shape, dtype: torch.dtype, rows: int) -> list[Launch]:
@@ -1883,11 +2260,13 @@ def broken(launch: Launch, arch: int, found: Compiled) -> list[str]:
     if launch.kernel is attention_kernel:
         # Twice, before the loop and in it, a thread copies its share of keys and values.
         copied = found.wide * 16 * 32 * config["num_warps"]
-        tile = config["BLOCK_N"] * config["BLOCK_D"] * launch.dtype.itemsize
-        if copied < 4 * tile or found.narrow:
+        latent = config["BLOCK_R"] > 0  # a key is its value too
+        width = config["BLOCK_R"] + config["BLOCK_D"] * (1 if latent else 2)
+        if copied < 2 * config["BLOCK_N"] * width * launch.dtype.itemsize or found.narrow:
             wrong.append("keys or values are read in less than 16 bytes")
-        if config["ONE_ROW"] and found.programs < 3:
-            wrong.append(f"{found.programs} programs a processor, of decode tiles, instead of 3")
+        least = 2 if latent else 3
+        if config["ONE_ROW"] and found.programs < least:
+            wrong.append(f"{found.programs} programs a processor, of decode tiles, not {least}")
     return wrong
 
 

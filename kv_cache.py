@@ -28,6 +28,7 @@ Try           python kv_cache.py                     bytes and FLOPs against len
 Imports       kernels (plain attention).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,30 @@ HYBRID = {"qwen3_next", "qwen3_5_text"}
 LATENT = {"deepseek_v3", "deepseek_v32"}
 
 
+GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B leaves out
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "gemma3": "gemma3_text",
+}  # model_type of a model that also sees -> of its text part
+
+
+def text(config: dict) -> dict:
+    """config.json, or of a model that also sees what it says about text."""
+    family = NESTED.get(config.get("model_type"))
+    if family is None:
+        return config
+    if not isinstance(config.get("text_config"), dict):
+        raise ValueError(f"config: text_config is {config.get('text_config')!r}, not an object")
+    absent = GEMMA if family == "gemma3_text" else {}
+    return {**absent, **config, **config["text_config"], "model_type": family}
+
+
 def layers(config: dict) -> list[LayerSpec]:
     """One LayerSpec per layer of a checkpoint's config.json.
 
@@ -89,6 +114,7 @@ def layers(config: dict) -> list[LayerSpec]:
     Example: Llama-3.1-8B has 32 layers of 8 heads x 128: 2 * 8 * 128 elements a layer, so
     32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
     """
+    config = text(config)
     family = config.get("model_type")
     if family not in DENSE | HYBRID | LATENT:
         raise ValueError(
@@ -175,13 +201,27 @@ def _kinds(config: dict, count: int) -> list[int | str]:
         default = positive(config, "_sliding_window_pattern", 6)
         every = positive(config, "sliding_window_pattern", default)
         return [window if (layer + 1) % every else 0 for layer in range(count)]
-    first = config.get("max_window_layers") or 0 if "use_sliding_window" in config else 0
+    first = config.get("max_window_layers", 28) or 0 if "use_sliding_window" in config else 0
     return [window if layer >= first else 0 for layer in range(count)]
 
 
 def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
     """Bytes one more token takes, over all layers that grow with the context."""
     return sum(s.elements_per_token for s in specs if s.grows) * element_bytes
+
+
+def block_bytes(spec: LayerSpec, tokens: int, element_bytes: int) -> int:
+    """Bytes in which one layer keeps a block of tokens; of a linear one, its state."""
+    parts = shapes(spec, tokens)
+    return sum(
+        math.prod(shape) * (kind.itemsize if kind else element_bytes) for shape, kind in parts
+    )
+
+
+def stored_bytes(specs: list[LayerSpec], tokens: int, element_bytes: int) -> int:
+    """Bytes that a request of so many tokens takes, over all layers."""
+    kept = [min(tokens, s.window) if s.window else tokens for s in specs]
+    return sum(block_bytes(spec, count, element_bytes) for spec, count in zip(specs, kept))
 
 
 # ---------------------------------------------------------------- a step's view of the cache
@@ -370,7 +410,7 @@ class Slots:
     def limit(self, request, n: int) -> int:
         return n
 
-    def grow(self, request, n: int) -> bool:
+    def grow(self, request, n: int, ahead: int = 0) -> bool:
         """Make sure the request has room for n more tokens: its slot has room for all."""
         if request.slot is None:
             if not self.free:

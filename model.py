@@ -39,7 +39,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -74,24 +74,34 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False
     gelu: bool = False  # in the MLP, instead of silu
+    scale: float | None = None  # of the products q . k; None: 1 / sqrt(head size)
+    embedding_scale: float = 1.0
+    sandwich: bool = False  # what attention and MLP add is normed too
+    less_one: bool = False  # norm weights are stored less 1
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
     expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
+    gate: bool = False  # attention's output is multiplied by a sigmoid
+    by_key_head: bool = False  # DeltaNet's projections are stored so
     sigmoid_experts: bool = False  # DeepSeek's routing: see `Experts._by_group`
     expert_groups: int = 1
     groups_per_token: int = 1
     expert_scale: float = 1.0  # of what the chosen experts say together
     shared_mlp: int = 0  # width of an MLP beside the experts that every row goes through
+    shared_gate: bool = False  # by as much as a gate of its own says
     q_rank: int = 0  # queries are made from a latent of this size; 0: from x
     plain_dim: int = 0  # of a latent layer's head: what is not turned
     value_dim: int = 0  # of a latent layer's head
     pairs: bool = False  # the checkpoint's rope turns neighbours, not halves
-    scale: float | None = None  # of q . k in latent layers
     index_heads: int = 0
     ignored: tuple[str, ...] = ()  # prefixes of tensors that are not run
     stop_ids: tuple[int, ...] = ()
+
+    @property
+    def shared_name(self) -> str:
+        return "shared_expert." if self.shared_gate else "shared_experts."
 
     @classmethod
     def from_hf(cls, config: dict) -> "Config":
@@ -103,11 +113,12 @@ class Config:
 
     @classmethod
     def _from_hf(cls, config: dict) -> "Config":
+        config = kv_cache.text(config)
         family = config.get("model_type")
         specs = tuple(kv_cache.layers(config))
         _refuse(config, specs)
-        count, rope = len(specs), _rope(config)
-        ropes, rope_of = (rope,), _rope_layers(config, count)
+        count = len(specs)
+        ropes, rope_of = _ropes(config, specs)
         bias = flag(config, "attention_bias")
         return cls(
             specs=specs,
@@ -116,25 +127,32 @@ class Config:
             heads=config["num_attention_heads"],
             mlp=positive(config, "intermediate_size"),
             eps=number(config, "rms_norm_eps", 1e-6),
-            positions=_positions(config, rope),
+            positions=_positions(config, ropes[0]),
             ropes=ropes,
             rope_of=rope_of,
-            rotary=config["qk_rope_head_dim"] if family in kv_cache.LATENT else specs[0].dim,
-            tied=flag(config, "tie_word_embeddings", family == "smollm3"),
+            rotary=_rotary(config, ropes[0], specs),
+            tied=flag(config, "tie_word_embeddings", family in ("smollm3", "gemma3_text")),
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
             mlp_bias=flag(config, "mlp_bias"),
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            gelu=config.get("hidden_act") == "gelu_pytorch_tanh",
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text", *kv_cache.HYBRID),
+            gelu=config.get("hidden_act") == "gelu_pytorch_tanh" or family == "gemma3_text",
             stop_ids=ids_of(config.get("eos_token_id")),
-            **(_experts(config, count) if family == "qwen3_moe" else {}),
-            **(_deepseek(config, specs, rope) if family in kv_cache.LATENT else {}),
+            less_one=family == "gemma3_text" or family in kv_cache.HYBRID,
+            gate=family in kv_cache.HYBRID,
+            by_key_head=family == "qwen3_next",
+            **(_experts(config, count) if family in EXPERTS else {}),
+            **(_gemma(config) if family == "gemma3_text" else {}),
+            **(_deepseek(config, specs, ropes[0]) if family in kv_cache.LATENT else {}),
         )
 
 
 RUN = (  # model_types
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "deepseek_v3", "deepseek_v32",
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "qwen3_next",
+    "qwen3_5_text", "deepseek_v3", "deepseek_v32",
 )  # fmt: skip
+WINDOWED = ("mistral", "qwen2", "qwen3", "gemma3_text")  # those whose windows are checked
+EXPERTS = ("qwen3_moe", "qwen3_next")  # those with experts
 
 
 def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
@@ -146,8 +164,8 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
             f"quantization_config {config['quantization_config']!r}: only plain and GGUF weights"
             " are read"
         )
-    routed = family == "qwen3_moe" or family in kv_cache.LATENT
-    known = ("silu",) if routed else ("silu", "gelu_pytorch_tanh")
+    only_silu = family in EXPERTS or family in kv_cache.HYBRID | kv_cache.LATENT
+    known = ("silu",) if only_silu else ("silu", "gelu_pytorch_tanh")
     if config.get("hidden_act", "silu") not in known:
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not {' or '.join(known)}")
     if config.get("mlp_bias") and family not in ("llama", "smollm3"):
@@ -156,6 +174,45 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         return _refuse_deepseek(config)
     if specs[0].dim % 2:
         raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
+    if family not in WINDOWED and any(spec.kind == "sliding" for spec in specs):
+        raise ValueError(f"a sliding window is not known in {family}")
+    if family == "gemma3_text":
+        _refuse_gemma(config)
+    if family in kv_cache.HYBRID:
+        _refuse_linear(config)
+
+
+def _refuse_gemma(config: dict):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name) is not None:
+            raise ValueError(f"{name} {config[name]!r} is not known in gemma3_text")
+    if flag(config, "use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention is not known in gemma3_text")
+    if config.get("hidden_activation", GELU) != GELU:
+        raise ValueError(f"hidden_activation {config['hidden_activation']!r} is not {GELU}")
+
+
+def _gemma(config: dict) -> dict:
+    """The fields of Gemma 3 alone (Gemma Team 2503.19786)."""
+    return {
+        "scale": number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "sandwich": True,
+    }
+
+
+LINEAR = {f"linear_{x}" for x in ("conv_kernel_dim", "key_head_dim", "value_head_dim",
+                                  "num_key_heads", "num_value_heads")}  # fmt: skip
+
+
+def _refuse_linear(config: dict):
+    """What a config may say of DeltaNet and of gates that is not done here."""
+    if unknown := [x for x in config if x.startswith("linear_") and x not in LINEAR]:
+        raise ValueError(f"{unknown[0]} {config[unknown[0]]!r} is not known of linear attention")
+    if not flag(config, "attn_output_gate", True):
+        raise ValueError("attn_output_gate false: attention without its gate is not known here")
+    if config.get("mamba_ssm_dtype") not in (None, "float32"):
+        raise ValueError(f"mamba_ssm_dtype {config['mamba_ssm_dtype']!r}: states are float32")
 
 
 def _experts(config: dict, count: int) -> dict:
@@ -166,12 +223,15 @@ def _experts(config: dict, count: int) -> dict:
         raise ValueError(f"num_experts_per_tok {chosen} is more than num_experts {experts}")
     steps = positive(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
+    shared = config["model_type"] == "qwen3_next"
     return {
         "experts": experts,
         "experts_per_token": chosen,
         "expert_mlp": positive(config, "moe_intermediate_size"),
         "expert_layers": tuple(i for i in range(steps - 1, count, steps) if i not in dense),
-        "normalise_experts": flag(config, "norm_topk_prob"),
+        "normalise_experts": flag(config, "norm_topk_prob", shared),
+        "shared_mlp": positive(config, "shared_expert_intermediate_size") if shared else 0,
+        "shared_gate": shared,
     }
 
 
@@ -266,6 +326,24 @@ def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
     return ids
 
 
+GELU = "gelu_pytorch_tanh"
+
+
+def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | None, ...]]:
+    """The ropes, and which of them each layer uses: Gemma 3 has another one where it slides."""
+    if config["model_type"] != "gemma3_text":
+        return (_rope(config),), _rope_layers(config, len(specs))
+    by_kind = config.get("rope_parameters") or {}
+    if unknown := set(by_kind) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"rope_parameters by layer type: {', '.join(sorted(unknown))} is neither")
+    full = {**(by_kind.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    sliding = dict(by_kind.get("sliding_attention") or {})
+    full.setdefault("rope_theta", config.get("rope_theta", 1e6))
+    sliding.setdefault("rope_theta", config.get("rope_local_base_freq", 1e4))
+    ropes = [_rope({**config, "rope_parameters": rope}) for rope in (full, sliding)]
+    return tuple(ropes), tuple(int(spec.kind == "sliding") for spec in specs)
+
+
 def _rope_layers(config: dict, count: int) -> tuple[int | None, ...]:
     """Which rope each layer uses: the first, but SmolLM3 has none in every fourth."""
     if config["model_type"] != "smollm3":
@@ -300,7 +378,8 @@ def _rope(config: dict) -> dict:
     if missing := [name for name in ROPE_FIELDS[kind] if not scaling.get(name)]:
         raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
     for fields in (config, scaling):
-        if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        whole = config["model_type"] not in kv_cache.HYBRID
+        if whole and fields.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not 1")
     default = 2e6 if config["model_type"] == "smollm3" else 1e4
     for name in ROPE_FIELDS[kind]:
@@ -315,6 +394,23 @@ def _rope(config: dict) -> dict:
         "rope_theta": theta,
         "original_max_position_embeddings": original,
     }
+
+
+def _rotary(config: dict, rope: dict, specs: tuple[LayerSpec, ...]) -> int:
+    """How many of a head's dimensions are turned, the first: all, in hybrid models a quarter.
+
+    Fields of multimodal positions (mrope_section) are passed over: a text's positions are the
+    same in time, height and width, so that it does not matter which pair is turned by which.
+    """
+    if config["model_type"] in kv_cache.LATENT:
+        return positive(config, "qk_rope_head_dim")
+    dim = next((spec.dim for spec in specs if spec.kind != "linear"), 0)
+    name, quarter = "partial_rotary_factor", config["model_type"] in kv_cache.HYBRID
+    part = number(config if rope.get(name) is None else rope, name, 0.25 if quarter else 1)
+    rotary = int(dim * part)
+    if rotary % 2 or rotary > dim or dim and not rotary:
+        raise ValueError(f"head_dim {dim}, {name} {part}: rope cannot turn {rotary}, only pairs")
+    return rotary
 
 
 def _positions(config: dict, rope: dict) -> int:
@@ -398,34 +494,107 @@ class Attention:
         self.rope = config.rope_of[layer]
         prefix = f"model.layers.{layer}.self_attn."
         spec, E = config.specs[layer], config.width
-        self.dim = spec.dim
-        self.sizes = (config.heads * spec.dim, spec.heads * spec.dim, spec.heads * spec.dim)
+        self.dim, self.shared = spec.dim, spec.heads
+        inner, shared = config.heads * spec.dim, spec.heads * spec.dim
+        sizes = (2 * inner if config.gate else inner, shared, shared)
+        order = _gates_last(config.heads, spec) if config.gate else slice(None)
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv, self.qkv_bias = take.linear(names, self.sizes, E, config.qkv_bias)
-        self.out, self.out_bias = take.linear(
-            [prefix + "o_proj"], (E,), self.sizes[0], config.out_bias
-        )
+        self.qkv, self.qkv_bias = take.linear(names, sizes, E, config.qkv_bias, order=order)
+        self.out, self.out_bias = take.linear([prefix + "o_proj"], (E,), inner, config.out_bias)
         self.qk_norm = None
         if config.qk_norm:  # (H + G, D): a line for each head
-            q, k = (take(f"{prefix}{x}_norm.weight", (spec.dim,)) for x in "qk")
+            q, k = (take.norm(f"{prefix}{x}_norm", spec.dim, config) for x in "qk")
             self.qk_norm = torch.cat((q.expand(config.heads, -1), k.expand(spec.heads, -1)))
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
         # x (T, E), tables (2, T, 1, D) of each rope -> (T, E)
-        T, H = x.shape[0], self.config.heads
+        T, H, G = x.shape[0], self.config.heads, self.shared
         heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.dim)
-        G = (heads.shape[1] - H) // 2
-        qk = heads[:, : H + G]
+        qk, v, gate = heads.split((H + G, G, heads.shape[1] - H - 2 * G), 1)
         if self.qk_norm is not None:
             qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
         if self.rope is not None:
             qk = kernels.rope(qk, tables[self.rope])
-        o = step.attend(self.layer, qk[:, :H], qk[:, H:], heads[:, H + G :])
+        scale = self.config.scale
+        o = step.attend(self.layer, qk[:, :H], qk[:, H:], v, scale=scale)
+        if self.config.gate:
+            o = o * gate.sigmoid()
         return kernels.linear(o.reshape(T, -1), self.out, self.out_bias)
 
     def names(self) -> dict[int, str]:
         """What each weight matrix is for, by its id: the lines of a profile."""
         return {id(self.qkv): "linear q, k, v", id(self.out): "linear out"}
+
+
+def _gates_last(heads: int, spec: LayerSpec) -> Tensor:
+    """Rows in the order q, k, v, gates. Stored are a head's q and its gate, head by head."""
+    q_gate, kv = 2 * heads * spec.dim, 2 * spec.heads * spec.dim
+    q, gate = torch.arange(q_gate).view(heads, 2, spec.dim).unbind(1)
+    return torch.cat((q.flatten(), torch.arange(q_gate, q_gate + kv), gate.flatten()))
+
+
+class DeltaNet:
+    """Gated DeltaNet (Yang et al. 2412.06464): what its rows leave is a state of constant size.
+
+    One product makes [q | k | v | z | b | a] of a row. q, k and v pass a short convolution; b
+    says how much of the state's answer to k is replaced, a how much of the state fades; z is
+    the gate of the output.
+    """
+
+    def __init__(self, take: "Take", layer: int, config: Config):
+        self.layer, self.eps = layer, config.eps
+        self.spec = spec = config.specs[layer]
+        prefix = f"model.layers.{layer}.linear_attn."
+        channels, values = spec.conv[1], spec.heads * spec.values
+        self.sizes = (channels, values, spec.heads, spec.heads)
+        self.widths = ((channels - values) // 2, (channels - values) // 2, values)
+        rows = delta_rows(spec, config.by_key_head)
+        self.project, _ = take.linear(
+            [prefix + name for name in rows],
+            tuple(rows.values()),
+            config.width,
+            False,
+            order=_heads_apart(spec) if config.by_key_head else slice(None),
+        )
+        self.conv = take(prefix + "conv1d.weight", (channels, 1, spec.conv[0] + 1)).squeeze(1)
+        self.rate = -take(prefix + "A_log", (spec.heads,), dtype=torch.float32).exp()
+        self.bias = take(prefix + "dt_bias", (spec.heads,), dtype=torch.float32)
+        self.norm = take(prefix + "norm.weight", (spec.values,))
+        self.out, _ = take.linear([prefix + "out_proj"], (config.width,), values, False)
+
+    def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
+        # x (T, E) -> (T, E)
+        qkv, z, b, a = kernels.linear(x, self.project).split(self.sizes, -1)
+        q, k, v = step.conv(self.layer, qkv, self.conv).split(self.widths, -1)
+        q, k = (y.unflatten(-1, (-1, self.spec.dim)) for y in (q, k))  # (T, Hk, dk)
+        v, z = (y.unflatten(-1, (-1, self.spec.values)) for y in (v, z))  # (T, H, dv)
+        g = self.rate * torch.nn.functional.softplus(a.float() + self.bias)
+        o = step.recur(self.layer, q, k, v, g, b.float().sigmoid())
+        return kernels.linear(kernels.gated_norm(o, z, self.norm, self.eps).flatten(1), self.out)
+
+    def names(self) -> dict[int, str]:
+        return {id(self.project): "linear q, k, v, z, b, a", id(self.out): "linear out"}
+
+
+def delta_rows(spec: LayerSpec, by_key_head: bool) -> dict[str, int]:
+    """DeltaNet's projections as they are stored: name -> rows."""
+    qkv, z = spec.conv[1], spec.heads * spec.values
+    if by_key_head:
+        return {"in_proj_qkvz": qkv + z, "in_proj_ba": 2 * spec.heads}
+    return {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": spec.heads, "in_proj_a": spec.heads}
+
+
+def _heads_apart(spec: LayerSpec) -> Tensor:
+    """Rows in the order q, k, v, z, b, a. Stored are, key head by key head, its q and k, and v
+    and z of the value heads that share it; and then, key head by key head, b and a of these."""
+    z = spec.heads * spec.values
+    keys = (spec.conv[1] - z) // 2 // spec.dim
+    share = spec.heads // keys
+    first = torch.arange(spec.conv[1] + z).view(keys, -1)
+    sizes = (spec.dim, spec.dim, share * spec.values, share * spec.values)
+    rest = torch.arange(2 * spec.heads).view(keys, -1) + first.numel()
+    parts = *first.split(sizes, 1), *rest.split(share, 1)
+    return torch.cat([part.flatten() for part in parts])
 
 
 class Latent:
@@ -545,12 +714,16 @@ class MLP:
 
 
 class Experts:
-    """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017)."""
+    """A mixture of MLPs: each row goes through the few its router prefers (Shazeer 2017), and
+    some families' rows through a shared one too."""
 
     def __init__(self, take: "Take", prefix: str, config: Config):
         self.config = config
         E, F = config.width, config.expert_mlp
-        self.router, _ = take.linear([prefix + "gate"], (config.experts,), E, False, plain=True)
+        routers, outs = [prefix + "gate"], (config.experts,)
+        if config.shared_gate:
+            routers, outs = [*routers, prefix + "shared_expert_gate"], (*outs, 1)
+        self.router, _ = take.linear(routers, outs, E, False, plain=True)
         names = [f"{prefix}experts.{i}." for i in range(config.experts)]
         self.gate_up = take.experts([[n + "gate_proj", n + "up_proj"] for n in names], (F, F), E)
         self.down = take.experts([[n + "down_proj"] for n in names], (E,), F)
@@ -559,10 +732,11 @@ class Experts:
             self.bias = take(name, (config.experts,), torch.float32)
         self.shared = None
         if config.shared_mlp:
-            self.shared = MLP(take, prefix + "shared_experts.", config, config.shared_mlp)
+            self.shared = MLP(take, prefix + config.shared_name, config, config.shared_mlp)
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = kernels.linear(x, self.router).float()  # (T, experts)
+        routed = kernels.linear(x, self.router)  # (T, experts), and the shared one's gate
+        scores = routed[:, : self.config.experts].float()
         if self.config.sigmoid_experts:
             weights, chosen = self._by_group(scores.sigmoid())
         else:
@@ -572,7 +746,10 @@ class Experts:
         if self.config.expert_scale != 1:
             weights = weights * self.config.expert_scale
         out = kernels.experts(x, chosen, weights.to(x.dtype), self.gate_up, self.down)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (routed[:, -1:].sigmoid() * shared if self.config.shared_gate else shared)
 
     def _by_group(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and indices (T, K) of a row's best experts, all of its best groups
@@ -596,19 +773,26 @@ class Experts:
 
 @dataclass
 class Layer:
-    """A mixer, which looks at other tokens, then an MLP, each between norms.
+    """A mixer, which looks at other tokens, then an MLP, each after a norm; in a sandwich of
+    norms also before one.
 
     Whether a mixer is Attention or another one is for the layer's LayerSpec to say: `MIXERS`.
     """
 
     norm: Tensor
-    mixer: Attention | Latent
+    mixer: Attention | DeltaNet | Latent
     mlp_norm: Tensor
     mlp: MLP | Experts
+    mixed_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else kernels.rms_norm(x, weight, eps)
 
 
 MIXERS = {  # by LayerSpec.kind
-    "full": Attention, "sliding": Attention, "latent": Latent, "sparse": Latent,
+    "full": Attention, "sliding": Attention, "linear": DeltaNet, "latent": Latent, "sparse": Latent,
 }  # fmt: skip
 
 
@@ -638,20 +822,23 @@ class Model:
         self.layers: list[Layer] = []
         for i, spec in enumerate(config.specs):
             prefix = f"model.layers.{i}."
-            norm = take(prefix + "input_layernorm.weight", (E,))
-            mlp_norm = take(prefix + "post_attention_layernorm.weight", (E,))
+            norm, mlp_norm, *more = (
+                take.norm(prefix + name, E, config) for name in layer_norms(config)
+            )
             mixer = MIXERS[spec.kind](take, i, config)
-            mlp = Experts if i in config.expert_layers else MLP
-            self.layers.append(Layer(norm, mixer, mlp_norm, mlp(take, prefix + "mlp.", config)))
+            mlp = (Experts if i in config.expert_layers else MLP)(take, prefix + "mlp.", config)
+            self.layers.append(Layer(norm, mixer, mlp_norm, mlp, *more))
             if progress:
                 progress(i + 1, len(config.specs))
-        self.norm = take("model.norm.weight", (E,))
+        self.norm = take.norm("model.norm", E, config)
         if config.tied:
             take.same("lm_head.weight", "model.embed_tokens.weight")
             self.head = kernels.pack(self.embedding)
         else:
             self.head, _ = take.linear(["lm_head"], (V,), E, False, plain=True)
         take.finish()
+        # rounded as a weight is: so the models were trained (transformers#29402)
+        self.scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         turns = [inverse_frequencies(rope, config.rotary) for rope in config.ropes]
         self.turns = [(frequencies.to(device), factor) for frequencies, factor in turns]
         if self.embedding.device.type == "cpu":
@@ -669,12 +856,16 @@ class Model:
         eps = self.config.eps
         tables = [kernels.rope_tables(positions, *turn) for turn in self.turns]
         x = self.embedding[tokens]
+        if self.scale != 1:
+            x = x * self.scale
         tapped = []
         norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
         normed = kernels.rms_norm(x, self.layers[0].norm, eps)
         for i, layer in enumerate(self.layers):
-            x, normed = kernels.add_norm(x, layer.mixer(normed, tables, step), layer.mlp_norm, eps)
-            x, normed = kernels.add_norm(x, layer.mlp(normed), norms[i], eps)
+            mixed = _normed(layer.mixer(normed, tables, step), layer.mixed_norm, eps)
+            x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
+            inner = _normed(layer.mlp(normed), layer.mlp_out_norm, eps)
+            x, normed = kernels.add_norm(x, inner, norms[i], eps)
             if i in taps:
                 tapped.append(x)
         return normed, tapped
@@ -731,23 +922,33 @@ class Take:
         self.nbytes += tensor.numel() * tensor.element_size()
         return tensor
 
+    def norm(self, name: str, width: int, config: Config) -> Tensor:
+        """A norm's weight; one stored less 1 in float32, for 1 + w in bfloat16 is not w's."""
+        if config.less_one:
+            return self(f"{name}.weight", (width,), torch.float32) + 1
+        return self(f"{name}.weight", (width,))
+
     def _consume(self, name: str, wanted: tuple[int, ...], found):
         if tuple(found) != wanted:
             raise ValueError(f"{name} is {list(found)}, config.json makes it {list(wanted)}")
         self.left.discard(name)
 
-    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False):
+    def linear(
+        self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False,
+        order: Tensor | slice = slice(None),
+    ):  # fmt: skip
         """Several projections of one input as one packed weight, and its bias or None.
 
-        plain: never quantised.
+        plain: never quantised. order: of their rows, once they lie one below another.
         """
         shapes = {f"{name}.weight": (out, width) for name, out in zip(names, outs)}
-        weight = None if plain or not self.quantize else self._low(shapes)
+        weight = None if plain or not self.quantize else self._low(shapes, order)
         if weight is None:
-            weight = kernels.pack(self._rows(shapes))
+            weight = kernels.pack(self._rows(shapes)[order])
         if not bias:
             return weight, None
-        return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+        rows = torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
+        return weight, rows[order]
 
     def experts(self, names: list[list[str]], outs: tuple[int, ...], width: int):
         """The same projections of every expert: (experts, out, in) for Triton, else one by one."""
@@ -760,21 +961,21 @@ class Take:
         parts = [self(name, shape) for name, shape in shapes.items()]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _low(self, shapes: dict[str, tuple[int, int]]) -> kernels.Packed | None:
+    def _low(self, shapes: dict[str, tuple[int, int]], order) -> kernels.Packed | None:
         """The low-bit weight of these rows; None if they are not stored as one."""
         before = self.nbytes
         if self.quantize == "stored":
-            weight = self._stored(shapes)
+            weight = self._stored(shapes, order)
             if weight is None:
                 return None
             packed = kernels.pack(weight, dtype=self.dtype)
         else:
-            packed = kernels.pack(self._rows(shapes), self.quantize)
+            packed = kernels.pack(self._rows(shapes)[order], self.quantize)
         self.nbytes = before + packed.nbytes
         self.low += len(shapes)
         return packed
 
-    def _stored(self, shapes: dict[str, tuple[int, int]]) -> kernels.FourBit | None:
+    def _stored(self, shapes: dict[str, tuple[int, int]], order) -> kernels.FourBit | None:
         """Rows that a file has in 4 bits, all of them."""
         parts = {name: self.tensors.four_bit(name) for name in shapes if name in self.tensors}
         rows = sum(out for out, _ in shapes.values())
@@ -786,7 +987,7 @@ class Take:
         for name, part in parts.items():
             self._consume(name, shapes[name], part.shape)
         fields = zip(*((part.values, part.scales, part.zeros) for part in parts.values()))
-        return kernels.FourBit(*(torch.cat(field) for field in fields))
+        return kernels.FourBit(*(torch.cat(field)[order] for field in fields))
 
     def same(self, name: str, other: str):
         """Consume a tensor that some checkpoints store twice, if it really is the other one."""
@@ -893,6 +1094,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
     config = Config.from_hf(_json(folder / "config.json"))
+    tensors = _safetensors(folder) if tensors is None else tensors
     settings = _json(folder / "special_tokens_map.json", absent={})
     settings |= _json(folder / "tokenizer_config.json", absent={})
     tokenizer = _json(folder / "tokenizer.json", absent={})
@@ -902,7 +1104,7 @@ def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
             token["special"] = token.get("special", False) or token.get("content") in named.values()
     return Checkpoint(
         config,
-        _safetensors(folder) if tensors is None else tensors,
+        tensors,
         tokenizer or None,
         _template(folder, settings),
         _json(folder / "generation_config.json", absent={}),
@@ -926,6 +1128,19 @@ def _template(folder: Path, settings: dict) -> str | None:
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+# heads that guess further tokens; what sees pictures, under its old and its new names
+UNREAD = (
+    "mtp.", "model.visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)  # fmt: skip
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name in a model of text alone: beside vision its text part has a prefix more,
+    language_model.model.* or (newer) model.language_model.*."""
+    return name.replace("language_model.", "", 1)
 
 
 def _safetensors(folder: Path) -> dict[str, Tensor]:
@@ -956,13 +1171,22 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{folder / name}: shard named in {index.name} is missing")
         try:
             with safe_open(folder / name, framework="pt") as file:
-                tensors.update({key: file.get_tensor(key) for key in file.keys()})
+                names = [key for key in file.keys() if not key.startswith(UNREAD)]
+                tensors.update({_text_name(key): file.get_tensor(key) for key in names})
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: truncated or not safetensors ({error})")
     return tensors
 
 
 # ---------------------------------------------------------------- random weights
+
+
+def layer_norms(config: Config) -> tuple[str, ...]:
+    """A layer's norms: before the mixer, before the MLP, and in a sandwich after each."""
+    if not config.sandwich:
+        return "input_layernorm", "post_attention_layernorm"
+    before = "input_layernorm", "pre_feedforward_layernorm"
+    return *before, "post_attention_layernorm", "post_feedforward_layernorm"
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -980,27 +1204,41 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         linear(prefix + "up_proj", inner, E, bias)
         linear(prefix + "down_proj", E, inner, bias)
 
-    for i, spec in enumerate(config.specs):
-        layer = f"model.layers.{i}."
-        table[layer + "input_layernorm.weight"] = (E,)
-        table[layer + "post_attention_layernorm.weight"] = (E,)
-        if spec.kind in ("latent", "sparse"):
-            table |= _latent_shapes(layer + "self_attn.", spec, config)
-        else:
-            linear(layer + "self_attn.q_proj", config.heads * spec.dim, E, config.qkv_bias)
-            linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
-            linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
-            linear(layer + "self_attn.o_proj", E, config.heads * spec.dim, config.out_bias)
+    def attention(layer: str, spec: LayerSpec):
+        inner, both = config.heads * spec.dim, 2 if config.gate else 1
+        linear(layer + "self_attn.q_proj", both * inner, E, config.qkv_bias)
+        linear(layer + "self_attn.k_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.v_proj", spec.heads * spec.dim, E, config.qkv_bias)
+        linear(layer + "self_attn.o_proj", E, inner, config.out_bias)
         if config.qk_norm:
             table[layer + "self_attn.q_norm.weight"] = (spec.dim,)
             table[layer + "self_attn.k_norm.weight"] = (spec.dim,)
+
+    def delta(layer: str, spec: LayerSpec):
+        for name, rows in delta_rows(spec, config.by_key_head).items():
+            linear(f"{layer}linear_attn.{name}", rows, E, False)
+        linear(layer + "linear_attn.out_proj", E, spec.heads * spec.values, False)
+        table[layer + "linear_attn.conv1d.weight"] = (spec.conv[1], 1, spec.conv[0] + 1)
+        table[layer + "linear_attn.norm.weight"] = (spec.values,)
+        table[layer + "linear_attn.A_log"] = table[layer + "linear_attn.dt_bias"] = (spec.heads,)
+
+    for i, spec in enumerate(config.specs):
+        layer = f"model.layers.{i}."
+        table |= {f"{layer}{name}.weight": (E,) for name in layer_norms(config)}
+        if spec.kind in ("latent", "sparse"):
+            table |= _latent_shapes(layer + "self_attn.", spec, config)
+        else:
+            (delta if spec.kind == "linear" else attention)(layer, spec)
         if i in config.expert_layers:
             linear(layer + "mlp.gate", config.experts, E, False)
+            if config.shared_gate:
+                linear(layer + "mlp.shared_expert_gate", 1, E, False)
+            if config.shared_mlp:
+                mlp(layer + "mlp." + config.shared_name, config.shared_mlp, False)
             for e in range(config.experts):
                 mlp(f"{layer}mlp.experts.{e}.", config.expert_mlp, False)
             if config.sigmoid_experts:
                 table[layer + "mlp.gate.e_score_correction_bias"] = (config.experts,)
-                mlp(layer + "mlp.shared_experts.", config.shared_mlp, False)
         else:
             mlp(layer + "mlp.", config.mlp, config.mlp_bias)
     table["model.norm.weight"] = (E,)
@@ -1033,11 +1271,20 @@ def _latent_shapes(prefix: str, spec: LayerSpec, config: Config) -> dict[str, tu
     return {prefix + name: shape for name, shape in table.items()}
 
 
+def mean(name: str, config: Config) -> int:
+    """Of random weights: norms multiply by about 1, everything else is near 0.
+
+    A rate exp(A_log) near 1 and a dt_bias near 0 make states fade to half from row to row.
+    """
+    less_one = config.less_one and "linear_attn" not in name
+    return int(name.endswith("norm.weight") and not less_one)
+
+
 class RandomTensors(Mapping):
     """A checkpoint's tensors made up as they are asked for: each is a piece of one random tape,
     which repeats, so that making them costs no more than writing them.
 
-    Matrices have variance 1 / width, norms are near 1. The tape's length is prime: rows of a
+    Matrices have variance 1 / width, norms are near 1 (or 0, where 1 is added). The tape's length is prime: rows of a
     matrix, of whatever width, begin at other places of it. The same on every device, but for
     rounding.
     """
@@ -1046,6 +1293,7 @@ class RandomTensors(Mapping):
 
     def __init__(self, config: Config, device="cpu", dtype: torch.dtype = torch.float32):
         self.shapes, self.device, self.dtype = shapes(config), torch.device(device), dtype
+        self.config = config
         draw = torch.Generator().manual_seed(0)
         self.tape = torch.randn(self.TAPE, generator=draw).to(self.device, dtype)
         self.starts = {name: 7919 * i % self.TAPE for i, name in enumerate(self.shapes)}
@@ -1063,7 +1311,8 @@ class RandomTensors(Mapping):
             count = min(len(flat) - done, self.TAPE - at)
             torch.mul(self.tape[at : at + count], scale, out=flat[done : done + count])
             done, at = done + count, 0
-        return (flat + 1 if name.endswith("norm.weight") else flat).view(shape)
+        centre = mean(name, self.config)
+        return (flat + centre if centre else flat).view(shape)
 
     def __contains__(self, name):
         return name in self.shapes  # Mapping's own would make the tensor
@@ -1110,6 +1359,7 @@ class GGUFTensors(Mapping):
     def __init__(self, path: Path, infos: list, config: Config, permuted: bool):
         self.data = np.memmap(path, mode="r")
         self.config, self.permuted = config, permuted
+        self.blocks = {**GGUF_BLOCK, **(GGUF_SANDWICH if config.sandwich else {})}
         # rope_freqs is in the config already
         self.infos = {name: rest for name, *rest in infos if name != "rope_freqs.weight"}
         self.names = dict(self._names())
@@ -1122,7 +1372,7 @@ class GGUFTensors(Mapping):
                 yield f"{GGUF_NAMES.get(part, part)}.{kind}", (name, None)
                 continue
             _, layer, inner = part.split(".", 2)
-            theirs = f"model.layers.{layer}.{GGUF_BLOCK.get(inner, inner)}.{kind}"
+            theirs = f"model.layers.{layer}.{self.blocks.get(inner, inner)}.{kind}"
             experts = range(self.config.experts) if inner.endswith("_exps") else [None]
             for expert in experts:
                 yield theirs.format(expert), (name, expert)
@@ -1217,12 +1467,18 @@ GGUF_BLOCK = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GGUF_SANDWICH = {  # of norms: the one before the MLP is another
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 GGUF_FAMILIES = {  # general.architecture -> (model_type, are q and k permuted)
     "llama": ("llama", True),
     "smollm3": ("smollm3", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
+    "gemma3": ("gemma3_text", False),
 }
 GGUF_PARSED = 3  # raise when what `_parse_gguf` returns changes
 
@@ -1236,9 +1492,11 @@ def _load_gguf(path: Path) -> Checkpoint:
     family, permuted = GGUF_FAMILIES[arch]
     if fields.get(f"{arch}.expert_count") and family != "qwen3_moe":
         raise ValueError(f"{path}: experts in {arch} (Mixtral) are not known here")
-    if window := fields.get(f"{arch}.attention.sliding_window"):
+    window = fields.get(f"{arch}.attention.sliding_window")
+    if window and family != "gemma3_text":
         raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
+    config = replace(config, less_one=False)  # llama.cpp's converter added it
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
     stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -1285,7 +1543,27 @@ def _gguf_config(fields: dict, infos: list, family: str, path: Path) -> dict:
     if family == "qwen3_moe":
         layers = range(get("block_count", 0))
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_up.weight" in shapes]
+    if family == "gemma3_text":
+        config |= _gguf_gemma(get, config)
     return {k: v for k, v in config.items() if v is not None}
+
+
+def _gguf_gemma(get, config: dict) -> dict:
+    """What Gemma 3 adds. Files say neither all of it nor (27B, of 62 layers) how q . k is scaled:
+    llama.cpp knows the published models."""
+    width, heads, dim = (config.get(x) for x in ("hidden_size", "num_attention_heads", "head_dim"))
+    sliding = {"rope_theta": get("rope.freq_base_swa", 1e4)}
+    more = {
+        "sliding_window": get("attention.sliding_window"),
+        "sliding_window_pattern": get("attention.sliding_window_pattern", 6),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": sliding,
+        },
+        "query_pre_attn_scalar": width // heads if config["num_hidden_layers"] == 62 else dim,
+    }
+    capped = ("attn_logit_softcapping", "final_logit_softcapping")
+    return more | {name: get(name) for name in capped}
 
 
 def _gguf_rope(get, path: Path, infos: list) -> dict:
@@ -1639,7 +1917,7 @@ def random(config: Config, seed: int = 0) -> Checkpoint:
     tensors = {}
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=draw) * (0.3 if len(shape) == 1 else 0.2)
-        tensors[name] = values + 1 if name.endswith("norm.weight") else values
+        tensors[name] = values + mean(name, config)
     return Checkpoint(config, tensors, name="random")
 
 

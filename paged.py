@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kv_cache import LayerSpec, bytes_per_token, rows
+from kv_cache import LayerSpec, block_bytes, rows, shapes
 
 # ---------------------------------------------------------------- which blocks: integers only
 
@@ -62,6 +62,11 @@ class Entry:
 def chain(parent: Entry | None, salt: str | None, ids: tuple[int, ...]) -> int:
     """A block's key: a hash over all tokens up to its end, through its parent's key."""
     return hash((parent.key if parent else salt, ids))
+
+
+def unknown(parent: Entry | None, salt: str | None, ids: tuple[int, ...]) -> Entry:
+    """A prefix without a block: what comes after it may have one."""
+    return Entry(chain(parent, salt, ids), parent, salt, ids, 0, parent.depth + 1 if parent else 0)
 
 
 def same(a: Entry | None, b: Entry | None) -> bool:
@@ -89,14 +94,17 @@ class PrefixIndex:
         self.heap: list[tuple] = []  # (order, a number, entry); stale ones are skipped
         self.pushed = 0
 
-    def match(self, tokens: list[int], salt: str | None, size: int) -> list[int]:
+    def match(self, tokens: list[int], salt: str | None, size: int, gaps=False) -> list[int]:
         """Blocks of the longest known prefix, short of the last token: there is always a row to
-        sample from, and the request writes into a block of its own."""
+        sample from, and the request writes into a block of its own. gaps: all of the prefixes, 0
+        for one that is not known."""
         blocks, parent = [], None
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            parent = self._find(parent, salt, tuple(tokens[start : start + size]))
-            if parent is None:
+            ids = tuple(tokens[start : start + size])
+            entry = self._find(parent, salt, ids)
+            if entry is None and not gaps:
                 break
+            parent = entry or unknown(parent, salt, ids)
             blocks.append(parent.block)
         return blocks
 
@@ -110,12 +118,15 @@ class PrefixIndex:
     def insert(self, parent: Entry | None, salt, ids: tuple[int, ...], block: int) -> Entry | None:
         """Enter a block that a table holds. Known already, it stays as it is, and the answer is
         the block that is known: of two requests that fill equal blocks the first is entered.
-        None: another prefix has the same key."""
-        key = chain(parent, salt, ids)
-        if key not in self.entries:
-            entry = Entry(key, parent, salt, ids, block, parent.depth + 1 if parent else 0)
-            self.entries[key] = self.of_block[block] = entry
-        return self._find(parent, salt, ids)
+        Block 0 is not entered: the answer is for what follows it. None: another prefix has the
+        same key."""
+        entry = unknown(parent, salt, ids)
+        if entry.key in self.entries:
+            return self._find(parent, salt, ids)
+        entry.block = block
+        if block:
+            self.entries[entry.key] = self.of_block[block] = entry
+        return entry
 
     def let_go(self, block: int, now: int):
         """No table holds the block any more: it waits for a match, or for its eviction."""
@@ -134,10 +145,15 @@ class PrefixIndex:
         self.of_block[block].idle = False
         self.idle -= 1
 
-    def forget(self, block: int):
-        """A block that is held is not to be found any more."""
-        if block in self.of_block:
-            del self.entries[self.of_block.pop(block).key]
+    def forget(self, block: int) -> bool:
+        """A block is not to be found any more; whether it was idle, and so is free now."""
+        entry = self.of_block.pop(block, None)
+        if entry is None:
+            return False
+        del self.entries[entry.key]
+        idle, entry.idle = entry.idle, False
+        self.idle -= idle
+        return idle
 
     def evict(self) -> int:
         """Forget the idle block whose turn it is, and hand it over."""
@@ -156,19 +172,68 @@ class PrefixIndex:
         return entry.idle and order == self.order(entry)
 
 
-class Pool:
-    """The blocks 1..blocks of one cache group: free, held by tables, or cached."""
+@dataclass(frozen=True)
+class Room:
+    """How many blocks a cache group has, and what a request keeps in them.
 
-    def __init__(self, blocks: int, caching: bool):
-        self.blocks = blocks
+    window   tokens; 0: all. A block that no later row can see is given back at once
+    state    a block is no part of the tokens but the state after all of them: a step reads one
+             and writes the next, so that what was read can be kept, as a snapshot
+    """
+
+    blocks: int
+    window: int = 0
+    state: bool = False
+
+
+class Pool:
+    """The blocks 1..blocks of one cache group: free, held by tables, or cached.
+
+    This one's requests keep all their blocks; `Windowed` and `States` say what they do else.
+    """
+
+    gaps = False  # a match may begin after blocks that are not known
+
+    def __init__(self, room: Room, size: int, caching: bool):
+        self.room, self.blocks, self.size = room, room.blocks, size
         self.caching = caching
         self.repair([])
+
+    def cuts(self, blocks: list[int]):
+        """Of the blocks of a match: after which of them a request can go on."""
+        return range(1, len(blocks) + 1)
+
+    def table(self, blocks: list[int], cut: int) -> list[int]:
+        """What a request holds that goes on after `cut` of them."""
+        return blocks[:cut]
+
+    def missing(self, table: list[int], needed: int) -> int:
+        """Blocks to take for a table of `needed` ones."""
+        return needed - len(table)
+
+    def extend(self, table: list[int], more: int):
+        table.extend(self.take() for _ in range(more))
+
+    def filled(self, table: list[int], i: int, computed: int) -> int:
+        """The block that stands for the tokens of block i and all before; 0: there is none."""
+        return table[i]
+
+    def settle(self, table: list[int], computed: int, now: int):
+        """Give back what no row from position `computed` on can see."""
+
+    def fork(self, table: list[int], full: int, samples: int) -> list[int]:
+        """The table of one of so many samples: full blocks are shared, and it takes over what
+        `grow` took for it."""
+        own = (len(table) - full) // samples
+        for block in filter(None, table[:full]):
+            self.hold(block)
+        return table[:full] + [table.pop() for _ in range(own)]
 
     def repair(self, tables: list[list[int]]):
         """Begin anew from the tables: nothing is cached, what no table holds is free."""
         self.references = [0] * (self.blocks + 1)
         for table in tables:
-            for block in table:
+            for block in filter(None, table):
                 self.references[block] += 1
         self.free = [block for block in range(self.blocks, 0, -1) if not self.references[block]]
         self.index = PrefixIndex()
@@ -198,120 +263,272 @@ class Pool:
             else:
                 self.free.append(block)
 
+    def forget(self, block: int):
+        """A block is not to be found any more; one that nobody holds is free."""
+        if self.index.forget(block):
+            self.free.append(block)
+
+
+class Windowed(Pool):
+    """Of layers that see `window` tokens: in a table, 0 is a block that has left the window."""
+
+    gaps = True
+
+    def first(self, position: int) -> int:
+        """The first block that a row at this position sees."""
+        return max(position - self.room.window + 1, 0) // self.size
+
+    def cuts(self, blocks):
+        """After those that have all of the last window before them."""
+        known = 0
+        for cut, block in enumerate(blocks, 1):
+            known = known + 1 if block else 0
+            if known >= cut - self.first(cut * self.size):
+                yield cut
+
+    def table(self, blocks, cut):
+        first = self.first(cut * self.size)
+        return [0] * first + blocks[first:cut]
+
+    def settle(self, table, computed, now):
+        i = self.first(computed) - 1
+        while i >= 0 and table[i]:
+            self.let_go(table[i], now)
+            table[i] = 0
+            i -= 1
+
+
+class States(Pool):
+    """Of layers that keep a state: a table is [what the step reads, what it writes], 0 the state
+    before the first token. Nobody writes what another one reads, so states are never copied."""
+
+    gaps = True
+
+    def cuts(self, blocks):
+        return [cut for cut, block in enumerate(blocks, 1) if block]
+
+    def table(self, blocks, cut):
+        return blocks[cut - 1 : cut]
+
+    def missing(self, table, needed):
+        return 2 - max(len(table), 1)
+
+    def extend(self, table, more):
+        if not table:
+            table.append(0)
+        super().extend(table, more)
+
+    def filled(self, table, i, computed):
+        return table[-1] if computed == (i + 1) * self.size else 0
+
+    def settle(self, table, computed, now):
+        if block := table.pop(0):
+            self.let_go(block, now)
+
+    def fork(self, table, full, samples):
+        for block in filter(None, table):
+            self.hold(block)
+        return table.copy()
+
+
+@dataclass(eq=False)
+class Progress:
+    """What the manager remembers of a request that runs."""
+
+    entered: list[tuple[int, Entry | None]]  # per group: full blocks seen, and the last's entry
+    branch: int = 0  # tokens that other requests have computed, where a state was not kept
+    computed: int = 0
+    tails: dict[int, Entry] = field(default_factory=dict)  # by group: the snapshot of its answer
+
 
 class BlockManager:
     """Who holds which blocks; of no tensor, and of a request only its integers.
 
-    blocks      in each cache group's pool, of block_size tokens (a power of two, 8 to 256)
-    groups      how many pools, each with a table in every request
+    rooms       of each cache group: see `Room`; an integer is a number of blocks, all kept
+    block_size  tokens a block (a power of two, 8 to 256)
     prefix_cache   whether full blocks can be found again
     reserve     take the blocks for the longest possible answer at once, as a contiguous cache
                 does: nothing is ever preempted, and most of it stays empty
     """
 
-    def __init__(self, blocks: int, block_size=16, groups=1, prefix_cache=True, reserve=False):
+    def __init__(
+        self, rooms: int | list[int | Room], block_size=16, prefix_cache=True, reserve=False
+    ):
+        rooms = [rooms] if isinstance(rooms, int) else rooms
+        rooms = [Room(room) if isinstance(room, int) else room for room in rooms]
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size {block_size} is not a power of two from 8 to 256")
-        if blocks < 1:
-            raise ValueError(f"a cache of {blocks} blocks holds nothing; at least 1 is needed")
-        self.blocks, self.block_size, self.reserve = blocks, block_size, reserve
-        self.pools = [Pool(blocks, prefix_cache) for _ in range(groups)]
-        self.chains: dict[object, list] = {}  # request -> per group (blocks entered, last Entry)
+        for room in rooms:
+            if room.blocks < 1:
+                raise ValueError(
+                    f"a cache of {room.blocks} blocks holds nothing; at least 1 is needed"
+                )
+        self.block_size, self.reserve = block_size, reserve
+        self.pools = [
+            (States if room.state else Windowed if room.window else Pool)(
+                room, block_size, prefix_cache
+            )
+            for room in rooms
+        ]
+        self.growing = [pool for pool in self.pools if not pool.gaps]
+        self.states = [pool for pool in self.pools if pool.room.state]
+        self.progress: dict[object, Progress] = {}  # of requests that hold blocks
         self.clock = 0
+
+    @property
+    def blocks(self) -> int:
+        """Of the first group that keeps all tokens, if there is one."""
+        return (self.growing or self.pools)[0].blocks
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _demand(self, request, tokens: int) -> int:
+    def _demand(self, request, tokens: int, reserve: bool) -> int:
         """Blocks a table needs for `tokens` tokens; at the end of its prompt, or in a
         reservation, those of its samples too: they share what is full and nothing else."""
-        blocks = self._blocks(max(tokens, request.most) if self.reserve else tokens)
-        if request.samples > 1 and (self.reserve or tokens >= len(request.tokens)):
+        blocks = self._blocks(max(tokens, request.most) if reserve else tokens)
+        if request.samples > 1 and (reserve or tokens >= len(request.tokens)):
             full = len(request.tokens) // self.block_size
             blocks = full + request.samples * (blocks - full)
         return blocks
 
     def door(self, request):
         """ValueError if the request cannot run even alone."""
-        need = max(self._demand(request, len(request.tokens)), self._blocks(request.most))
-        if need > self.blocks:
-            how = "reserves" if self.reserve else "needs"
-            raise ValueError(
-                f"the request {how} {need:,} blocks of {self.block_size} tokens;"
-                f" the cache has {self.blocks:,}"
-            )
+        need = self._demand(request, len(request.tokens), self.reserve)
+        need = max(need, self._blocks(request.most))
+        for pool in self.pools:
+            # A window, the block that it begins in, the one to write, and one of each sample.
+            few = 2 if pool.room.state else self._blocks(pool.room.window) + 1 + request.samples
+            least = min(need, few) if pool.gaps else need
+            if least > pool.blocks:
+                how = "reserves" if self.reserve else "needs"
+                raise ValueError(
+                    f"the request {how} {least:,} blocks of {self.block_size} tokens;"
+                    f" the cache has {pool.blocks:,}"
+                )
 
     def match(self, tokens: list[int], salt: str | None) -> tuple[list[list[int]], int]:
-        """Take the longest cached prefix of some tokens: a table for each group, and how many
-        tokens they hold. Whoever asks holds the blocks, and must release them.
+        """Take the longest cached prefix that every group can go on from: a table for each, and
+        how many tokens that is. Whoever asks holds the blocks, and must release them.
 
         At most (len - 1) // S blocks: of 32 tokens with S = 16 one block, of 33 two.
         """
-        found = [pool.index.match(tokens, salt, self.block_size) for pool in self.pools]
-        count = min(map(len, found))
-        tables = [blocks[:count] for blocks in found]
+        size = self.block_size
+        kept = {pool: pool.index.match(tokens, salt, size) for pool in self.growing}
+        if kept:  # nobody goes beyond what these know
+            tokens = tokens[: min(map(len, kept.values())) * size + 1]
+        found = [
+            kept[pool] if pool in kept else pool.index.match(tokens, salt, size, gaps=True)
+            for pool in self.pools
+        ]
+        cuts = [set(pool.cuts(blocks)) for pool, blocks in zip(self.pools, found)]
+        cut = max(set.intersection(*cuts), default=0)
+        tables = [pool.table(blocks, cut) for pool, blocks in zip(self.pools, found)]
         for pool, table in zip(self.pools, tables):
-            for block in table:
+            for block in filter(None, table):
                 pool.hold(block)
-        return tables, count * self.block_size
+        return tables, cut * size
+
+    def _known(self, tokens: list[int], salt: str | None) -> int:
+        """Tokens of the longest prefix that the groups that keep all tokens have."""
+        found = [pool.index.match(tokens, salt, self.block_size) for pool in self.growing]
+        return min(map(len, found), default=0) * self.block_size
 
     def limit(self, request, n: int) -> int:
-        """Where a chunk must end; here anywhere."""
-        return n
+        """Where a chunk of a prompt must end: of n tokens, how many. Anywhere, but
 
-    def grow(self, request, n: int) -> bool:
-        """Make sure every group's table has room for n more tokens, or leave all as they are."""
+        - a window's blocks must be enough for it;
+        - a state can be found again at the end of a block only, so chunks end there, and where
+          the request leaves what others have computed: the next of its kind begins there.
+        """
+        if self.states and n > self.block_size:
+            end = (request.computed + n) // self.block_size * self.block_size
+            branch = self._progress(request).branch
+            n = (branch if request.computed < branch < end else end) - request.computed
+        for group, pool in enumerate(self.pools):
+            if pool.room.window:
+                table = request.tables[group] if request.tables else []
+                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)
+                n = min(n, (len(table) + left) * self.block_size - request.computed)
+        return max(n, 1)
+
+    def _progress(self, request) -> Progress:
+        if request not in self.progress:
+            branch = self._known(request.tokens, request.salt) if self.states else 0
+            self.progress[request] = Progress([(0, None)] * len(self.pools), branch)
+        return self.progress[request]
+
+    def grow(self, request, n: int, ahead: int = 0) -> bool:
+        """Make sure every group's table has room for n more tokens, or leave all as they are.
+        Groups that keep all tokens make room for `ahead` ones, if that is more."""
         request.tables = request.tables or [[] for _ in self.pools]
-        needed = self._demand(request, request.computed + n)
-        missing = [needed - len(table) for table in request.tables]
+        missing = []
+        for pool, table in zip(self.pools, request.tables):
+            end = request.computed + (n if pool.gaps else max(n, ahead))
+            reserve = self.reserve and not pool.gaps
+            missing.append(pool.missing(table, self._demand(request, end, reserve)))
         if any(more > pool.available for more, pool in zip(missing, self.pools)):
             return False
         for more, pool, table in zip(missing, self.pools, request.tables):
-            for _ in range(more):
-                table.append(pool.take())
+            pool.extend(table, more)
         return True
 
     def fork(self, parent, child):
-        """Share the prompt's full blocks; what `grow` took for the child it takes over."""
+        """Share what the prompt has filled; what `grow` took for the child it takes over."""
         full = len(parent.tokens) // self.block_size
         for pool, table in zip(self.pools, parent.tables):
-            own = (len(table) - full) // parent.samples
-            shared = table[:full]
-            for block in shared:
-                pool.hold(block)
-            child.tables.append(shared + [table.pop() for _ in range(own)])
+            child.tables.append(pool.fork(table, full, parent.samples))
 
     def commit(self, request):
-        """Enter in the index what the request has filled with committed ids."""
-        size, full = self.block_size, request.computed // self.block_size
-        entered = self.chains.setdefault(request, [(0, None)] * len(self.pools))
+        """Enter in the index what the request has filled with committed ids, and give back what
+        it does not need any more."""
+        self.clock += 1
+        size, full, progress = self.block_size, request.computed, self._progress(request)
+        full //= size
         for group, pool in enumerate(self.pools):
-            count, last = entered[group]
+            table = request.tables[group]
+            count, last = progress.entered[group]
             for i in range(count, full if pool.caching else 0):
                 if i and last is None:
                     break  # its prefix has the key of another one
                 ids = tuple(request.tokens[i * size : (i + 1) * size])
-                last = pool.index.insert(last, request.salt, ids, request.tables[group][i])
-            entered[group] = full, last
+                block = pool.filled(table, i, request.computed)
+                last = pool.index.insert(last, request.salt, ids, block)
+            progress.entered[group] = full, last
+            pool.settle(table, request.computed, self.clock)
+        self._one_tail(request, progress)
+        progress.computed = request.computed
+
+    def _one_tail(self, request, progress: Progress):
+        """Of an answer's snapshots only the last stays: the next turn goes on from there."""
+        few = request.computed - progress.computed < self.block_size  # no chunk of a prompt
+        for group, pool in enumerate(self.pools):
+            block = request.tables[group][-1] if pool.room.state else 0
+            entry, last = pool.index.of_block.get(block), progress.tails.get(group)
+            if few and entry is not None:
+                if last and pool.index.of_block.get(last.block) is last:
+                    pool.forget(last.block)
+                progress.tails[group] = entry
 
     def forget(self, request):
         """Take what the request holds out of the index: something in it is wrong."""
         for pool, table in zip(self.pools, request.tables):
             for block in table:
-                pool.index.forget(block)
+                pool.forget(block)
 
     def release(self, request):
         """Give all blocks back, tails first; the full ones stay cached."""
         self.clock += 1
-        self.chains.pop(request, None)
+        self.progress.pop(request, None)
         for pool, table in zip(self.pools, request.tables):
             while table:
-                pool.let_go(table.pop(), self.clock)
+                if block := table.pop():
+                    pool.let_go(block, self.clock)
         request.tables = []
 
     def repair(self, running):
         """After an interruption between two lines the tables are the truth."""
-        self.chains.clear()
+        self.progress.clear()
         for group, pool in enumerate(self.pools):
             pool.repair([request.tables[group] for request in running if request.tables])
 
@@ -329,29 +546,36 @@ class BlockManager:
         """Raise AssertionError where an invariant does not hold for these requests."""
         for group, pool in enumerate(self.pools):
             tables = [request.tables[group] for request in running if request.tables]
-            count = [0] * (self.blocks + 1)
+            count = [0] * (pool.blocks + 1)
             for table in tables:
-                for block in table:
+                for block in filter(None, table):
                     count[block] += 1
             index = pool.index
             idle = {entry.block for entry in index.entries.values() if entry.idle}
             held = {block for block, references in enumerate(count) if references}
             every = sorted([*pool.free, *idle, *held])
-            assert every == list(range(1, self.blocks + 1)), "1: free + held + cached != blocks"
+            assert every == list(range(1, pool.blocks + 1)), "1: free + held + cached != blocks"
             assert count == pool.references, "2: references differ from the tables"
             assert index.idle == len(idle), f"1: {index.idle} idle, but {len(idle)} are"
             assert len(index.entries) == len(index.of_block), "4: a block entered twice"
             for request in running:
-                self._check_entries(request, group)
+                if request.tables:
+                    self._check_table(request, pool, request.tables[group])
 
-    def _check_entries(self, request, group: int):
-        size = self.block_size
-        for i, block in enumerate(request.tables[group] if request.tables else ()):
-            entry = self.pools[group].index.of_block.get(block)
+    def _check_table(self, request, pool: Pool, table: list[int]):
+        size, window = self.block_size, pool.room.window
+        assert len(table) <= 2 or not pool.room.state, f"8: {len(table)} states of one request"
+        for i, block in enumerate(table):
+            if not pool.room.state:
+                gone = window and i < pool.first(request.computed)
+                assert bool(block) != bool(gone), f"7: block {i} of {request.computed} tokens"
+            entry = pool.index.of_block.get(block)
             if entry is not None:
-                ids = tuple(request.tokens[i * size : (i + 1) * size])
-                assert entry.ids == ids and entry.depth == i, f"4: block {block} is not {ids}"
-                assert (i + 1) * size <= request.computed, f"4: block {block} is not full"
+                end = (entry.depth + 1) * size
+                ids = tuple(request.tokens[end - size : end])
+                assert entry.ids == ids, f"4: block {block} is not {ids}"
+                assert entry.depth == i or pool.room.state, f"4: block {block} is not the {i}th"
+                assert end <= request.computed, f"4: block {block} is not full"
 
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -371,23 +595,46 @@ class PagedStep:
         self.views = views  # one for each cache group
         self.padded = padded  # rows, of a decode step that was padded to one of the cache's sizes
 
-    def store(self, layer: int, k: Tensor, v: Tensor):
+    def store(self, layer: int, k: Tensor, v: Tensor | None):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
-        view = self.views[self.cache.group_of[layer]]
-        kernels.store_kv(k, v, *self.cache.pools[layer], view)
+        pools = self.cache.pools[layer]
+        kernels.store_kv(k, v, pools[0], None if v is None else pools[1], self._view(layer))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """Store k, v (T, G, D), then attend with q (T, H, D): (T, H, D)."""
+    def _view(self, layer: int):
+        return self.views[self.cache.group_of[layer]]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, causal: bool = True,
+        scale: float | None = None, index: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store k, v (T, G, D), then attend with q (T, H, D): (T, H, Dv)."""
         self.store(layer, k, v)
-        view = self.views[self.cache.group_of[layer]]
-        return kernels.attention(q, *self.cache.pools[layer], view, causal)
+        spec, pools, view = self.cache.specs[layer], self.cache.pools[layer], self._view(layer)
+        keys, values = pools[0], pools[0][..., : spec.values] if v is None else pools[1]
+        if index is None:
+            return kernels.attention(q, keys, values, view, causal, spec.window, scale)
+        index_q, index_k, weights = index
+        kernels.store_kv(index_k[:, None], None, pools[1][:, :, None], None, view)
+        return kernels.sparse_attention(
+            q, keys, values, view, index_q, pools[1], weights, spec.top, scale
+        )
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """A linear layer's short convolution and silu: x (T, C), weight (C, K) -> (T, C)."""
+        return kernels.conv(x, weight, self.cache.pools[layer][0], self._view(layer))
+
+    def recur(self, layer: int, q, k, v, g, beta) -> Tensor:
+        """A linear layer's gated delta rule over its state, see `kernels.delta_rule`."""
+        return kernels.recur(q, k, v, g, beta, self.cache.pools[layer][1], self._view(layer))
 
 
 class PagedCache:
-    """The pools' tensors: keys and values (2, blocks + 1, S, G, D) for each layer.
+    """The pools' tensors, of each layer those of `kv_cache.shapes`: (blocks + 1, S, ...) of
+    what it keeps of tokens, (blocks + 1, ...) of its states.
 
     Tensors only: who holds which block is for `BlockManager` to know. Layers with the same
-    spec are one cache group: they share block tables, and a step's View.
+    spec are one cache group: they share block tables, and a step's View. `blocks` is how many
+    each group has.
 
     budget, max_running: most rows a step, most requests at once; max_len: most tokens of one
     (default: the pool's); sizes: rows that decode steps are padded to, ascending.
@@ -396,7 +643,7 @@ class PagedCache:
     def __init__(
         self,
         specs: list[LayerSpec],
-        blocks: int,
+        blocks: int | list[int],
         block_size: int,
         budget: int,
         max_running: int,
@@ -405,27 +652,35 @@ class PagedCache:
         max_len: int | None = None,
         sizes: tuple[int, ...] = (),
     ):
-        kinds = {spec.kind for spec in specs} - {"full"}
-        if kinds:
-            raise ValueError(f"the paged cache holds full attention only, not {kinds}")
         self.block_size, self.sizes = block_size, sizes
         self.device, self.dtype = torch.device(device), dtype
-        self.groups = list(dict.fromkeys(specs))
+        self.specs, self.groups = list(specs), list(dict.fromkeys(specs))
         self.group_of = [self.groups.index(spec) for spec in specs]
-        shape = 2, blocks + 1, block_size
+        blocks = [blocks] * len(self.groups) if isinstance(blocks, int) else blocks
         self.pools = [
-            torch.empty(*shape, spec.heads, spec.dim, dtype=dtype, device=device) for spec in specs
+            [self._pool(blocks[group] + 1, *part) for part in shapes(spec, block_size)]
+            for spec, group in zip(specs, self.group_of)
         ]
-        self.nbytes = sum(pool.numel() * pool.element_size() for pool in self.pools)
+        self.nbytes = sum(x.numel() * x.element_size() for pools in self.pools for x in pools)
         self.tokens, self.positions, self.sample_rows = (
             kernels.Buffer(size, self.device) for size in (budget, budget, budget + max_running)
         )
         self.uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
-        width = blocks if max_len is None else min(blocks, -(-max_len // block_size))
+        width = max(blocks) if max_len is None else -(-max_len // block_size)
         self.layouts = [
-            kernels.Layout(budget, max_running, width, block_size, self.device, dtype)
-            for _ in self.groups
-        ]
+            kernels.StateLayout(max_running, self.device)
+            if spec.kind == "linear"
+            else kernels.Layout(
+                budget, max_running, width if spec.window else min(width, count), block_size,
+                self.device, dtype, spec.window,
+            )
+            for spec, count in zip(self.groups, blocks)
+        ]  # fmt: skip
+
+    def _pool(self, blocks: int, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        pool = torch.empty(blocks, *shape, dtype=dtype or self.dtype, device=self.device)
+        pool[0] = 0  # of states: the one before the first token
+        return pool
 
     def prepare(self, plan, padded: int | None = None) -> PagedStep:
         """Lay a plan [(request, n)] out in rows: buffers filled, a View for each group.
@@ -461,21 +716,57 @@ class PagedCache:
     def copy(self, parent, child, length: int):
         """A fork at `length` tokens: the child's copy of the block that is not full."""
         full = length // self.block_size
-        if length % self.block_size:
-            for layer, group in enumerate(self.group_of):
-                pool = self.pools[layer]
-                pool[:, child.tables[group][full]] = pool[:, parent.tables[group][full]]
+        for pools, group in zip(self.pools, self.group_of):
+            if length % self.block_size and self.groups[group].kind != "linear":
+                for pool in pools:
+                    pool[child.tables[group][full]] = pool[parent.tables[group][full]]
 
     def commit(self, step: PagedStep, kept):
-        """Nothing to do: rejected rows lie beyond `computed`, and length decides."""
+        """Nothing to do: rejected rows lie beyond `computed`, and length decides; the next step
+        reads the states that this one wrote."""
 
 
-def block_bytes(specs: list[LayerSpec], block_size: int, element_bytes: int) -> int:
-    """Bytes of one block id: its keys and values in all layers.
+def rooms(
+    specs, memory: int, block_size: int, budget: int, max_running: int, element_bytes: int
+) -> tuple[list[Room], int]:
+    """Share bytes out among a model's cache groups; and how many requests can run at once.
 
-    Example: SmolLM2-135M in bfloat16, 23,040 bytes a token: 368,640 for 16 tokens.
+    States come first: for each running request what it reads, what it writes, and a snapshot.
+    Then windows: for each the blocks of a window and one at either end, and a step's rows. Each
+    of these takes at most half of what is left, unless it is the last. Groups that keep all
+    tokens have the rest, the same number of blocks each. ValueError: one has not enough.
+
+    Example: SmolLM2-135M in bfloat16, 23,040 bytes a token: blocks of 368,640 bytes.
     """
-    return bytes_per_token(specs, element_bytes) * block_size
+    groups = list(dict.fromkeys(specs))
+    each = {g: specs.count(g) * block_bytes(g, block_size, element_bytes) for g in groups}
+    order = sorted(groups, key=lambda g: (g.grows, g.kind != "linear"))
+    found, left = {}, memory
+    for at, spec in enumerate(order):
+        last = at == len(order) - 1
+        if spec.grows:
+            blocks, least = left // sum(each[g] for g in order[at:]) - 1, 1
+            found |= {g: Room(blocks) for g in order[at:]}
+        else:
+            blocks = (left if last else left // 2) // each[spec] - 1
+            if spec.kind == "linear":
+                max_running = max(min(max_running, blocks // 2), 1)
+                wanted, least = 3 * max_running, 2
+            else:
+                window = -(-spec.window // block_size) + 2
+                wanted, least = max_running * window + -(-budget // block_size), window
+            blocks = min(blocks, wanted)
+            found[spec] = Room(blocks, spec.window, spec.kind == "linear")
+        if blocks < least:
+            what = "states" if spec.kind == "linear" else f"blocks of {block_size} tokens"
+            raise ValueError(
+                f"kv_memory {memory:,} bytes: {spec.kind} layers need {least + 1} {what},"
+                f" {each[spec]:,} bytes each"
+            )
+        if spec.grows:
+            break
+        left -= (blocks + 1) * each[spec]
+    return [found[g] for g in groups], max_running
 
 
 # ---------------------------------------------------------------- the experiment

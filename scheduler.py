@@ -99,7 +99,7 @@ class Scheduler:
     """Plans steps over a manager of cache room.
 
     The manager (slots of a contiguous cache, or blocks) answers `door(request)` (ValueError if
-    it can never run), `match(tokens, salt) -> (tables, computed)`, `grow(request, n) -> bool`,
+    it can never run), `match(tokens, salt) -> (tables, computed)`, `grow(request, n, ahead) -> bool`,
     `limit(request, n) -> n`, `fork(parent, child)`, `commit(request)`, `forget(request)`,
     `release(request)`, `repair(running)`.
 
@@ -201,13 +201,11 @@ class Scheduler:
             self._form_batch()
         while self.waiting:
             request = self.waiting[0]
-            self.blocked = self._obstacle(request, room, count)
+            self.blocked = self._obstacle(request, room, count) or self._start(request, plan, room)
             if self.blocked is not None:
                 request.waits[self.blocked] = request.waits.get(self.blocked, 0) + 1
                 return
-            n = self.manager.limit(request, min(request.behind, room))
-            plan.append((request, n))
-            room -= n
+            room -= plan[-1][1]
             count += request.samples
 
     def _form_batch(self):
@@ -220,16 +218,19 @@ class Scheduler:
             self.batch.add(request.id)
 
     def _obstacle(self, request: Request, room: int, count: int) -> str | None:
-        """What keeps the first of the queue from running; None: nothing, it runs now."""
+        """What keeps the first of the queue from running, apart from blocks; None: nothing."""
         if self.static and request.id not in self.batch:
             return "batch"
         if count + request.samples > self.max_running:
             return "running limit"
-        if room == 0:
-            return "budget"
+        return "budget" if room == 0 else None
+
+    def _start(self, request: Request, plan: list[tuple[Request, int]], room: int) -> str | None:
+        """Let the first of the queue run; or, if it cannot, what it lacks."""
         request.tables, request.computed = self.manager.match(request.tokens, request.salt)
+        n = self.manager.limit(request, min(request.behind, room))
         # Blocks for all that it has to compute, or it would be the next to be preempted.
-        if not self.manager.grow(request, request.behind):
+        if not self.manager.grow(request, n, request.behind):
             self.manager.release(request)
             request.computed = 0
             return "blocks"
@@ -237,6 +238,7 @@ class Scheduler:
             request.reused = request.computed
         insort(self.running, request, key=self.order)
         self.waiting.pop(0)
+        plan.append((request, n))
         return None
 
     def fork(self, request: Request, index: int) -> Request:
@@ -349,9 +351,9 @@ class Counting:
     def limit(self, request, n):
         return n
 
-    def grow(self, request, n):
+    def grow(self, request, n, ahead=0):
         held = self.held.get(request, 0)
-        more = max(-(-(request.computed + n) // 4) - held, 0)
+        more = max(-(-(request.computed + max(n, ahead)) // 4) - held, 0)
         if more > self.free:
             return False
         self.held[request] = held + more

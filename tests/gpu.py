@@ -221,7 +221,7 @@ def whole_models(card: Card) -> dict:
             params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
             outputs = engine.generate([[i] * prompt for i in range(count)], params)
             step = statistics.median(o.timings["tpot_p50_s"] for o in outputs)
-            read = engine.model.read_bytes + count * (prompt + tokens / 2) * engine.bytes_per_token
+            read = engine.model.read_bytes + count * engine.stored_bytes(prompt + tokens // 2)
             row[f"decode {count}"] = {
                 "tokens/s": round(count / step, 1), "step ms": round(1e3 * step, 3),
                 "of bandwidth": round(read / card.bandwidth / step, 3),

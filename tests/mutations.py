@@ -1615,7 +1615,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "model.py",
-        '        return (flat + 1 if name.endswith("norm.weight") else flat).view(shape)',
+        "        return (flat + centre if centre else flat).view(shape)",
         "        return flat.view(shape)",
         "random norms are near 0",
         "tests/test_model.py -k scaled_by_their_width",
@@ -1769,8 +1769,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    tl.store(out, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)",
-        "    tl.store(out, (first * cos + second * sin).to(out.dtype.element_ty), mask=inside)",
+        "    tl.store(out + d, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)",
+        "    tl.store(out + d, (first * cos + second * sin).to(out.dtype.element_ty), mask=inside)",
         "rope turns the first half backwards",
         "tests/triton_cases.py -k test_rope",
     ),
@@ -2126,8 +2126,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "model.py",
-        "        return out if self.shared is None else out + self.shared(x)",
-        "        return out",
+        "        shared = self.shared(x)",
+        "        shared = 0 * self.shared(x)",
         "shared experts are loaded and not asked",
         "tests/test_model.py -k reference_s",
     ),
@@ -2161,15 +2161,14 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    order = scores.masked_fill_(later, -torch.inf).sort(descending=True, stable=True).indices",
-        "    order = length - 1 - scores.masked_fill_(later, -torch.inf).flip(1).sort("
-        "descending=True, stable=True).indices",
+        "    order = scores.sort(dim=-1, descending=True, stable=True).indices",
+        "    order = length - 1 - scores.flip(1).sort(descending=True, stable=True).indices",
         "of equal index scores the newer token is read",
         "tests/test_model.py -k equal_index_scores",
     ),
     (
         "kernels.py",
-        "    products = (q.float() @ keys.float().T).relu()  # (n, H, N)",
+        "    products = (q.float() @ keys.float().T).relu_()  # (n, H, N)",
         "    products = q.float() @ keys.float().T",
         "an index head that is against a token counts against it",
         "tests/test_model.py -k head_s_own",
@@ -2180,6 +2179,34 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "    return x.nbytes + weight.nbytes + result.nbytes, 4.0 * result.numel()",
         "costs: a head's product is as cheap as a norm",
         "tests/test_model.py -k names_the_products",
+    ),
+    (
+        "kernels.py",
+        "        return torch.cat((rope(x[..., :turned], tables), x[..., turned:]), -1)",
+        "        return torch.cat((x[..., turned:], rope(x[..., :turned], tables)), -1)",
+        "what rope leaves as it is comes first",
+        "tests/test_kernels.py -k test_rope_of_a_part",
+    ),
+    (
+        "kernels.py",
+        "        inside = (h < H) & (rest < D)",
+        "        inside = (h < H) & (rest < D - 1)",
+        "rope leaves out the last number of a head",
+        "tests/triton_cases.py -k test_rope_of_a_part",
+    ),
+    (
+        "kernels.py",
+        "    return rms_norm(x.float(), weight, eps).mul_(F.silu(gate.float())).to(x.dtype)",
+        "    return rms_norm(x.float() * F.silu(gate.float()), weight, eps).to(x.dtype)",
+        "a gated norm gates before it norms",
+        "tests/test_kernels.py -k test_the_gated_norm",
+    ),
+    (
+        "kernels.py",
+        "    y *= 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]",
+        "    y *= 1 / tl.sqrt(tl.sum(tl.sum(y * y, 1), 0) / (H * D) + eps)",
+        "a gated norm is over all heads",
+        "tests/triton_cases.py -k test_the_gated_norm",
     ),
 ]
 

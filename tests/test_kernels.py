@@ -26,6 +26,7 @@ from kernels import (
     View,
     allow,
     attention,
+    gated_norm,
     graph_sizes,
     key_splits,
     linear,
@@ -176,6 +177,26 @@ def test_the_rope_factor_scales_cosine_and_sine():
     plain = rope(x, rope_tables(positions, frequencies, 1.0))
     scaled = rope(x, rope_tables(positions, frequencies, 1.5))
     assert torch.allclose(scaled, 1.5 * plain, atol=1e-6)
+
+
+def test_rope_of_a_part_turns_the_first_numbers_of_each_head_and_leaves_the_rest():
+    """As above, but with pairs of the first four numbers: (1, 3), and (2, 4) at rest."""
+    tables = rope_tables(torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]), 1.0)
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [0.0, 0.0, 1.0, 0.0, 7.0, 8.0]]])
+    found = rope(x, tables)[0].tolist()
+    assert found[0] == pytest.approx([-3.0, 2.0, 1.0, 4.0, 5.0, 6.0], abs=1e-6)
+    assert found[1] == pytest.approx([-1.0, 0.0, 0.0, 0.0, 7.0, 8.0], abs=1e-6)
+
+
+def test_the_gated_norm_norms_each_head_before_it_is_gated():
+    """[3, 4] has the mean square 12.5; silu(0) is 0 and silu(1) 0.731."""
+    x = torch.tensor([[[3.0, 4.0], [6.0, 8.0]]])
+    gate = torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])
+    found = gated_norm(x, gate, torch.tensor([1.0, 2.0]), 0.0)[0]
+    silu = 1 / (1 + math.exp(-1))
+    three, eight = 3 / math.sqrt(12.5) * silu, 8 / math.sqrt(12.5) * silu
+    assert found[0].tolist() == pytest.approx([0.0, eight])
+    assert found[1].tolist() == pytest.approx([three, eight])
 
 
 def test_silu_mul_gates_the_second_half_with_the_first():
@@ -668,6 +689,27 @@ def test_rope_keeps_lengths_and_depends_on_the_distance_of_positions_only():
     assert torch.allclose(at(q, 50).norm(), q.norm(), atol=1e-5)
     scores = [float((at(q, 7 + shift) * at(k, 2 + shift)).sum()) for shift in (0, 1, 100, 1000)]
     assert scores == pytest.approx([scores[0]] * 4, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_gated_norm_equals_float64_rounded_once(wide, dtype):
+    x, gate = (randn(5, 9, 3, 20, seed=seed, dtype=dtype)[:, 2] * 4 for seed in (1, 2))
+    weight = randn(20, seed=3, dtype=torch.float32 if wide else dtype)
+    before = x.clone()
+    found = gated_norm(x, gate, weight, 1e-5)
+    y, z = x.double(), gate.double()
+    exact = y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    assert found.dtype == dtype and torch.equal(x, before)
+    assert rounded_once(found, exact * z * z.sigmoid(), 5e-6)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, lambda x, w, eps: kernels.add_norm(x, x, w, eps)[1]])
+def test_norms_of_bfloat16_rows_take_a_weight_in_float32(norm):
+    x, weight = randn(5, 64, dtype=torch.bfloat16), 1 + randn(64, seed=1) / 1000
+    y = x.double()
+    exact = y * (y.square().mean(-1, keepdim=True) + 1e-9).rsqrt() * weight.double()
+    assert rounded_once(norm(x, weight, 1e-9), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

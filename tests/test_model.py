@@ -28,13 +28,19 @@ FAMILIES = [
     "llama2", "llama3", "llama_linear", "llama_yarn", "llama_bias", "llama_gelu", "smollm2",
     "smollm3",
     "smollm3_listed", "mistral", "qwen2", "qwen2_yarn", "qwen3", "qwen3_moe", "qwen3_moe_mixed",
+    "mistral_sliding", "qwen2_sliding", "gemma3", "gemma3_old",
+    "qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text",
     "deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32",
 ]  # fmt: skip
+HYBRID = ("qwen3_next", "qwen3_next_odd", "qwen3_5", "qwen3_5_text")
 # llama.cpp has no place for a list of rope-less layers, for dense layers among sparse ones, for
-# routing weights that are not normalised, or for an activation: it knows the published models only
+# routing weights that are not normalised, for an activation, for windows of Mistral and Qwen, or
+# for biases and irregular windows of Gemma: it knows the published models only (and of those with
+# latents or layers of Gated DeltaNet none is read from GGUF here)
+LATENT = ("deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32")
 NOT_GGUF = (
-    "smollm3_listed", "qwen3_moe_mixed", "llama_gelu",
-    "deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32",
+    "smollm3_listed", "qwen3_moe_mixed", "llama_gelu", "mistral_sliding", "qwen2_sliding", "gemma3",
+    *HYBRID, *LATENT,
 )  # fmt: skip
 GGUF_FAMILIES = [name for name in FAMILIES if name not in NOT_GGUF]
 
@@ -103,6 +109,7 @@ def forward(net, cache, *chunks):
     """Logits (T, V) of every row of some chunks (slot, ids, start)."""
     step = prepare(cache, *chunks)
     hidden, _ = net(step.tokens, step.positions, step)
+    cache.commit(step, None)
     return net.logits(hidden)
 
 
@@ -169,6 +176,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
 }
 PARTS = {
     "input_layernorm": "attn_norm",
@@ -184,6 +192,11 @@ PARTS = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
+GEMMA_PARTS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 CONTROL, NORMAL = 3, 1
 
 
@@ -195,8 +208,13 @@ def interleaved(weight, heads):
 
 
 def gguf_tensors(config, tensors):
-    """Under GGUF names; q and k rows of arch llama and smollm3 interleaved; experts stacked."""
+    """Under GGUF names; q and k rows of arch llama and smollm3 interleaved; experts stacked;
+    1 added to the norms of Gemma."""
     out, experts = {}, {}
+    gemma = config["model_type"] == "gemma3_text"
+    parts = {**PARTS, **(GEMMA_PARTS if gemma else {})}
+    if gemma:
+        tensors = {name: t + 1 if "norm" in name else t for name, t in tensors.items()}
     whole = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -218,7 +236,7 @@ def gguf_tensors(config, tensors):
                 tensor = interleaved(tensor, config["num_attention_heads"])
             if part == "self_attn.k_proj":
                 tensor = interleaved(tensor, config["num_key_value_heads"])
-        out[f"blk.{layer}.{PARTS[part]}.{kind}"] = tensor
+        out[f"blk.{layer}.{parts[part]}.{kind}"] = tensor
     for name, members in experts.items():
         out[name] = torch.stack([members[number] for number in range(len(members))])
     return out
@@ -288,6 +306,10 @@ def write_gguf(
             if "beta_fast" in scaling:
                 w.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
                 w.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+    if arch == "gemma3":
+        w.add_sliding_window(config["sliding_window"])
+        w.add_uint32("gemma3.attention.sliding_window_pattern", config["sliding_window_pattern"])
+        w.add_float32("gemma3.rope.freq_base_swa", config["rope_local_base_freq"])
     for key, value in dict(extra).items():
         (w.add_float32 if isinstance(value, float) else w.add_uint32)(f"{arch}.{key}", value)
     write_tokenizer(w, config["vocab_size"], template)
@@ -325,9 +347,12 @@ def write_tokenizer(w, size, template):
         w.add_chat_template(template)
 
 
-def without_attention_factor(config):
-    """YaRN as a GGUF file carries it: with the default attention factor."""
+def as_gguf_carries(config):
+    """YaRN with the default attention factor, products q . k scaled by the size of a head."""
     config = json.loads(json.dumps(config))
+    config.pop("query_pre_attn_scalar", None)
+    if config["model_type"] == "gemma3_text":
+        config["query_pre_attn_scalar"] = config["head_dim"]
     (config.get("rope_scaling") or {}).pop("attention_factor", None)
     return config
 
@@ -477,16 +502,40 @@ def test_logits_and_greedy_tokens_are_the_reference_s(family):
 
 def in_style(config, version):
     """The same config with rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    if "text_config" in config:
+        return {**config, "text_config": in_style(config["text_config"], version)}
     config = json.loads(json.dumps(config))
+    if config["model_type"] == "gemma3_text":
+        return gemma_in_style(config, version)
     base, scaling = rope_of(config)
     dtype = config.pop("torch_dtype", None) or config.pop("dtype", None)
-    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+    name = "partial_rotary_factor"
+    part = {**config, **(config.get("rope_parameters") or {})}.get(name)
+    part = {} if part is None else {name: part}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", name):
         config.pop(key, None)
     if version == 4:
-        scaling.pop("rope_theta", None)
-        return {**config, "rope_theta": base, "rope_scaling": scaling or None, "torch_dtype": dtype}
-    rope = {**(scaling or {"rope_type": "default"}), "rope_theta": base}
+        scaling = {key: scaling[key] for key in scaling if key not in ("rope_theta", name)}
+        config = {**config, **part, "rope_theta": base, "torch_dtype": dtype}
+        return {**config, "rope_scaling": scaling or None}
+    rope = {**(scaling or {"rope_type": "default"}), **part, "rope_theta": base}
     return {**config, "rope_parameters": rope, "dtype": dtype}
+
+
+def gemma_in_style(config, version):
+    """A base for layers that see all, another for those that slide."""
+    nested = config.pop("rope_parameters", {})
+    full = {
+        "rope_theta": config.pop("rope_theta", None),
+        **(config.pop("rope_scaling", None) or {}),
+    }
+    full |= nested.get("full_attention", {})
+    base = config.pop("rope_local_base_freq", None) or nested["sliding_attention"]["rope_theta"]
+    if version == 4:
+        theta = full.pop("rope_theta")
+        return {**config, "rope_theta": theta, "rope_local_base_freq": base, "rope_scaling": full}
+    sliding = {"rope_theta": base, "rope_type": "default"}
+    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -494,9 +543,8 @@ def test_both_styles_of_config_mean_the_same(family, tmp_path):
     config, prompt = config_of(family), ids_of(family)[0]
     for version in (4, 5):
         styled = in_style(config, version)
-        net = model.Model(
-            model.Config.from_hf(styled), tensors_of(family), device="cpu", dtype=torch.float32
-        )
+        tensors = model.load(GOLDEN / family).tensors
+        net = model.Model(model.Config.from_hf(styled), tensors)
         logits = forward(net, cache_for(config), (0, prompt, 0))
         assert distance(logits, expected(family)["prefill_logits"]) <= 1e-4, (
             f"style of version {version}"
@@ -563,9 +611,46 @@ def test_tokenizer_and_template_come_with_a_folder(tmp_path):
     assert model.load(str(folder)).template == "{{ bos_token }}"
 
 
-# ---------------------------------------------------------------- latent attention, expanded
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma_with_vision_runs_its_text_model(prefix, tmp_path):
+    """Its config nests the text model's and leaves defaults out; vision tensors are left alone."""
 
-LATENT = ["deepseek_v3", "deepseek_v3_plain", "deepseek_v3_yarn", "deepseek_v32"]
+    def change(tensors):
+        named = {prefix + name.removeprefix("model."): t for name, t in tensors.items()}
+        tensors.clear()
+        tensors.update(named)
+        for name in ("vision_tower.encoder.norm.weight", "multi_modal_projector.norm.weight"):
+            tensors[("model." if prefix.startswith("model.") else "") + name] = torch.ones(3)
+
+    config, prompt = config_of("gemma3_old"), ids_of("gemma3_old")[0]
+    folder = altered(tmp_path, "gemma3_old", change)
+    whole = {"model_type": "gemma3", "vision_config": {}, "text_config": config}
+    whole["eos_token_id"] = [1, 106]
+    (folder / "config.json").write_text(json.dumps(whole))
+    logits = forward(build(folder), cache_for(config), (0, prompt, 0))
+    assert distance(logits, expected("gemma3_old")["prefill_logits"]) <= 1e-4
+    left = {name: ... for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
+    text = {name: value for name, value in config.items() if left.get(name) is not ...}
+    text["eos_token_id"] = 7
+    loaded = model.Config.from_hf({**whole, "text_config": text})
+    assert (loaded.heads, loaded.specs[0].heads, loaded.specs[0].dim) == (8, 4, 256)
+    del text["eos_token_id"]
+    assert model.Config.from_hf({**whole, "text_config": text}).stop_ids == (1, 106)
+
+
+def test_what_gemma_stores_less_1_and_scales_is_not_rounded_twice():
+    """In bfloat16 1 + 0.001 is 1: such norms stay in float32. sqrt 32 = 5.65685 is 5.65625."""
+    net = build(GOLDEN / "gemma3", dtype=torch.bfloat16)
+    stored = tensors_of("gemma3")["model.norm.weight"]
+    assert torch.equal(net.norm, 1 + stored) and net.scale == 5.65625
+    assert golden("gemma3").scale == pytest.approx(32**0.5, rel=1e-7)
+    x = torch.randn(3, 32).bfloat16()
+    normed = model.kernels.rms_norm(x, net.norm, 1e-6)
+    wide = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + stored)
+    assert normed.dtype == torch.bfloat16 and distance(normed, wide) <= 0.02
+
+
+# ---------------------------------------------------------------- latent attention, expanded
 
 
 def turned(x, angles, pairs, factor=1.0):
@@ -766,7 +851,7 @@ def test_published_deepseek_has_as_many_weights_as_it_says(family, billions):
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf_is_the_same_model(family, tmp_path):
     config, tensors, prompt = (
-        without_attention_factor(config_of(family)),
+        as_gguf_carries(config_of(family)),
         tensors_of(family),
         ids_of(family)[0],
     )
@@ -775,6 +860,31 @@ def test_gguf_is_the_same_model(family, tmp_path):
     logits = forward(net, cache_for(config), (0, prompt, 0))
     plain = model.Model(model.Config.from_hf(config), tensors, device="cpu", dtype=torch.float32)
     assert distance(logits, forward(plain, cache_for(config), (0, prompt, 0))) <= 1e-5
+
+
+def test_gguf_of_gemma_says_little(tmp_path):
+    """The published files lack the pattern (every sixth layer sees all), the base where a layer
+    slides (10000) and, of the 27B, by what q . k is divided: hidden size over heads, not 128."""
+    config = as_gguf_carries(config_of("gemma3_old"))
+    path = write_gguf(tmp_path / "m.gguf", config, tensors_of("gemma3_old"))
+    parsed = model._parse_gguf(path)
+    for key in ("attention.sliding_window_pattern", "rope.freq_base_swa"):
+        del parsed["fields"][f"gemma3.{key}"]
+    layers = parsed["fields"]["gemma3.block_count"] = 62
+
+    def loaded():
+        found = model._gguf_config(parsed["fields"], parsed["tensors"], "gemma3_text", path)
+        return model.Config.from_hf(found)
+
+    kinds = [spec.kind for spec in loaded().specs]
+    assert kinds.count("full") == 10 and kinds[5] == kinds[59] == "full" and len(kinds) == layers
+    assert [rope["rope_theta"] for rope in loaded().ropes] == [2000.0, 10000.0]
+    assert [rope["rope_type"] for rope in loaded().ropes] == ["linear", "default"]
+    assert loaded().scale == pytest.approx((32 / 4) ** -0.5)
+    parsed["fields"]["gemma3.block_count"] = 34
+    assert loaded().scale == pytest.approx(12**-0.5)
+    parsed["fields"]["gemma3.final_logit_softcapping"] = 30.0
+    expect_refused(loaded, "final_logit_softcapping", "30")
 
 
 def test_gguf_without_key_length_has_heads_of_width_over_heads(tmp_path):
@@ -950,6 +1060,47 @@ def test_k_quants_are_what_gguf_says(kind, tmp_path):
 # ---------------------------------------------------------------- by property
 
 
+def test_hybrid_models_add_1_to_norms_in_float32_but_not_to_a_state_s_own():
+    """In bfloat16 1 + 0.001 would be 1. What states fade by is float32, too."""
+    net = build(GOLDEN / "qwen3_5_text", dtype=torch.bfloat16)
+    stored, layer = tensors_of("qwen3_5_text"), "model.layers.0."
+    assert torch.equal(net.norm, 1 + stored["model.norm.weight"])
+    assert torch.equal(net.layers[0].norm, 1 + stored[layer + "input_layernorm.weight"])
+    q_norm = stored["model.layers.1.self_attn.q_norm.weight"]
+    assert torch.equal(net.layers[1].mixer.qk_norm[0], 1 + q_norm)
+    mixer = net.layers[0].mixer
+    assert torch.equal(mixer.norm, stored[layer + "linear_attn.norm.weight"].bfloat16())
+    assert torch.equal(mixer.rate, -stored[layer + "linear_attn.A_log"].exp())
+
+
+def test_a_model_without_attention_has_only_states(tmp_path):
+    """Two layers of Gated DeltaNet: nothing grows, nothing is turned, chunks are one prompt."""
+    config = config_of("qwen3_5_text")
+    config.update(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    net = model.Model(
+        model.Config.from_hf(config), model.random(model.Config.from_hf(config)).tensors
+    )
+    assert kv_cache.bytes_per_token(net.config.specs, 4) == 0
+    prompt = ids_of("qwen3_5_text")[0]
+    whole = forward(net, cache_for(config), (0, prompt, 0))
+    cache = cache_for(config)
+    chunks = [forward(net, cache, (0, prompt[:29], 0)), forward(net, cache, (0, prompt[29:], 29))]
+    assert distance(torch.cat(chunks), whole) <= 1e-5
+
+
+def test_what_hybrid_models_read_a_token(tmp_path):
+    """All but embedding rows, 4 of 6 experts in each of 4 layers, and what guesses further
+    tokens; the shared expert is read by every row."""
+    stored = sum(
+        4 * t.numel() for n, t in tensors_of("qwen3_next").items() if not n.startswith("mtp.")
+    )
+    net = golden("qwen3_next")
+    assert net.nbytes == stored
+    assert net.read_bytes == stored - 4 * (96 * 32 + 4 * 4 * (3 * 16 * 32))
+    names = list(net.names().values())
+    assert names.count("linear q, k, v, z, b, a") == 3 and names.count("linear gate, up") == 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_chunks_are_one_prompt(family):
     config, net, prompt = config_of(family), golden(family), ids_of(family)[0]
@@ -975,7 +1126,9 @@ def test_two_sequences_in_one_step_do_not_touch_each_other(family):
     assert distance(both, torch.cat(alone)) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen3_moe_mixed", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "smollm3", "qwen3_moe_mixed", "gemma3", *HYBRID, "deepseek_v32"]
+)
 def test_random_chunks_in_random_company_are_one_prompt(family):
     """Four sequences, each step a random part of some of them."""
     draw = random.Random(11)
@@ -1022,7 +1175,7 @@ def test_taps_are_the_residual_stream_after_the_layers_asked_for():
     assert distance(first(step.tokens, step.positions, step)[0], normed(taps[0])) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", *LATENT[:3]])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3_moe", "gemma3", *HYBRID, *LATENT[:3]])
 def test_bfloat16_is_near(family):
     config, prompt = config_of(family), ids_of(family)[0]
     net = build(GOLDEN / family, dtype=torch.bfloat16)
@@ -1156,6 +1309,19 @@ def test_random_weights_are_scaled_by_their_width_and_norms_are_near_1():
     assert 0.5 < norm.min() < 1 < norm.max() < 1.5
 
 
+@pytest.mark.parametrize("make", [model.random, lambda config: model.Checkpoint(
+    config, model.RandomTensors(config))])  # fmt: skip
+def test_random_weights_of_hybrid_models_neither_forget_at_once_nor_never(make):
+    """From row to row 0.2 to 0.8 of a state stay; norms multiply by about 1, however stored."""
+    config = model.Config.from_hf(config_of("qwen3_5_text"))
+    net = model.Model(config, make(config).tensors)
+    for layer in (net.layers[0], net.layers[2]):
+        mixer = layer.mixer
+        stays = (mixer.rate * torch.nn.functional.softplus(mixer.bias)).exp()
+        assert 0.2 < stays.min() and stays.max() < 0.8
+        assert abs(mixer.norm.mean() - 1) < 0.4 and abs(layer.norm.mean() - 1) < 0.4
+
+
 def test_random_weights_are_the_same_again_and_no_two_rows_or_tensors_are():
     tensors, again = (model.dummy("SmolLM2-135M-Instruct").tensors for _ in range(2))
     name = "model.embed_tokens.weight"  # 27 times as long as the tape
@@ -1261,6 +1427,23 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
     "stop id is text": ("llama2", {"eos_token_id": "2"}, ["eos_token_id", "2"]),
     "stop ids nested": ("llama2", {"eos_token_id": [[2]]}, ["eos_token_id"]),
     "layer types no list": ("llama2", {"layer_types": 5}, ["malformed"]),
+    "softcap": ("gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50"]),
+    "logits capped": ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+    "both directions": ("gemma3", {"use_bidirectional_attention": True}, ["bidirectional"]),
+    "Gemma's activation": ("gemma3", {"hidden_activation": "gelu"}, ["'gelu'", "tanh"]),
+    "Gemma's rope alone": ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta"]),
+    "Gemma's scale": ("gemma3", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+    "vision without text": ("gemma3", {"model_type": "gemma3"}, ["text_config"]),
+    "experts with a window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        ["window", "qwen3_moe"],
+    ),
+    "rope-less layers with a window": (
+        "smollm3_listed",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        ["window", "smollm3"],
+    ),
     "scores of experts": ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
     "choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "greedy"]),
     "every second layer": ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
@@ -1284,6 +1467,32 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
         "deepseek_v3",
         {"rope_scaling": {"type": "dynamic", "factor": 2}},
         ["dynamic", "yarn"],
+    ),
+    "linear field": ("qwen3_next", {"linear_gate_rank": 4}, ["linear_gate_rank", "4"]),
+    "linear heads": ("qwen3_next", {"linear_num_value_heads": 3}, ["3 value", "2 key"]),
+    "linear heads missing": ("qwen3_5_text", {"linear_num_key_heads": ...}, ["linear_num_key"]),
+    "kind of layer": ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, ["sliding"]),
+    "no gate": ("qwen3_5_text", {"attn_output_gate": False}, ["attn_output_gate"]),
+    "states rounded": ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, ["bfloat16", "float32"]),
+    "activation of a convolution": ("qwen3_5_text", {"hidden_act": "gelu"}, ["gelu", "silu"]),
+    "shared expert missing": (
+        "qwen3_next",
+        {"shared_expert_intermediate_size": ...},
+        ["shared_expert_intermediate"],
+    ),
+    "an odd part of rope": ("qwen3_next", {"partial_rotary_factor": 0.2}, ["0.2", "16", "pairs"]),
+    "more than all of rope": ("qwen3_next", {"partial_rotary_factor": 1.5}, ["1.5", "16"]),
+    "part of rope as text": ("qwen3_next", {"partial_rotary_factor": "1"}, ["partial_rotary"]),
+    "rope of pictures": (
+        "qwen3_5_text",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1]}},
+        ["mrope"],
+    ),
+    "Qwen with vision, without text": ("qwen3_5", {"text_config": ...}, ["text_config", "None"]),
+    "quantised beside vision": (
+        "qwen3_5",
+        {"quantization_config": {"quant_method": "fp8"}},
+        ["quantization", "fp8"],
     ),
     "rope-less list too short": ("smollm3_listed", {"no_rope_layers": [0, 1]}, ["no_rope_layers"]),
 }
@@ -1375,10 +1584,16 @@ MISSING = [
     ("qwen3", "model.layers.1.self_attn.q_norm.weight"),
     ("qwen3_moe", "model.layers.1.mlp.experts.4.down_proj.weight"),
     ("qwen3_moe", "model.layers.0.mlp.gate.weight"),
+    ("gemma3", "model.layers.2.post_feedforward_layernorm.weight"),
     ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ("deepseek_v3", "model.layers.2.mlp.shared_experts.up_proj.weight"),
     ("deepseek_v3_plain", "model.layers.0.self_attn.kv_b_proj.weight"),
     ("deepseek_v32", "model.layers.0.self_attn.indexer.k_norm.bias"),
+    ("qwen3_next", "model.layers.2.linear_attn.conv1d.weight"),
+    ("qwen3_next", "model.layers.0.linear_attn.A_log"),
+    ("qwen3_next", "model.layers.3.mlp.shared_expert_gate.weight"),
+    ("qwen3_next_odd", "model.layers.0.self_attn.q_proj.bias"),
+    ("qwen3_5_text", "model.layers.0.linear_attn.in_proj_z.weight"),
 ]
 
 
@@ -1398,6 +1613,9 @@ EXTRA = [
     ("deepseek_v3", "model.layers.4.input_layernorm.weight"),
     ("deepseek_v3", "model.layers.0.self_attn.indexer.wk.weight"),
     ("deepseek_v3_plain", "model.layers.0.self_attn.q_a_layernorm.weight"),
+    ("qwen3_next", "model.layers.0.linear_attn.in_proj_z.weight"),
+    ("qwen3_next_odd", "model.layers.1.mlp.shared_expert_gate.weight"),
+    ("qwen3_5_text", "model.layers.0.self_attn.q_proj.weight"),
 ]
 
 
@@ -1419,6 +1637,9 @@ SHAPES = [
     ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj.weight", (87, 20)),
     ("deepseek_v3", "model.layers.0.self_attn.q_b_proj.weight", (71, 24)),
     ("deepseek_v32", "model.layers.2.self_attn.indexer.weights_proj.weight", (15, 32)),
+    ("qwen3_next", "model.layers.3.self_attn.q_proj.weight", (64, 32)),
+    ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba.weight", (4, 32)),
+    ("qwen3_5_text", "model.layers.0.linear_attn.conv1d.weight", (96, 1, 3)),
 ]
 
 

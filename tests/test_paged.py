@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import kernels
+import kv_cache
 import paged
 import tiny
 from kv_cache import ContiguousCache, LayerSpec
-from paged import BlockManager, PagedCache, PrefixIndex, block_bytes
+from paged import BlockManager, PagedCache, PrefixIndex, Room, rooms
 from scheduler import Request, Scheduler
 
 torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def cached_blocks(manager, group=0):
     (1, 0), (7, 0), (8, 0), (9, 8), (15, 8), (16, 8), (17, 16), (23, 16), (24, 16), (25, 24),
 ])  # fmt: skip
 def test_a_match_ends_before_the_last_token(length, tokens):
-    manager = BlockManager(8, S, groups=2)
+    manager = BlockManager([8, 8], S)
     table = pass_by(manager, ids(0, 32))
     assert table == [1, 2, 3, 4]
     tables, count = manager.match(ids(0, length), None)
@@ -97,7 +98,7 @@ def test_the_same_prompt_sent_twice_always_has_a_token_left_to_compute(length):
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
 def test_a_table_has_exactly_the_blocks_its_tokens_fill(tokens, blocks):
-    manager = BlockManager(8, S, groups=2)
+    manager = BlockManager([8, 8], S)
     request = Request(0, ids(0, tokens))
     assert manager.grow(request, tokens)
     assert [len(table) for table in request.tables] == [blocks, blocks]
@@ -119,7 +120,7 @@ def test_a_block_is_taken_when_the_one_before_it_is_full():
 
 
 def test_all_groups_grow_or_none_does():
-    manager = BlockManager(4, S, groups=2)
+    manager = BlockManager([4, 4], S)
     other = [manager.pools[1].take() for _ in range(3)]
     request = Request(0, ids(0, 16))
     assert not manager.grow(request, 16)
@@ -434,7 +435,7 @@ def test_a_request_that_is_not_admitted_holds_nothing_of_its_prefix():
 
 
 def test_after_repair_the_tables_are_the_truth():
-    manager = BlockManager(8, S, groups=2)
+    manager = BlockManager([8, 8], S)
     a, b = arrive(manager, ids(0, 20)), arrive(manager, ids(0, 18))
     gone = arrive(manager, ids(100, 9))
     manager.pools[0].references[1] = 9
@@ -477,9 +478,183 @@ def test_an_order_of_ones_own_decides_who_is_evicted():
     assert leave_in(lambda entry: (entry.depth, entry.used)) == [4, 1, 2, 3]
 
 
+# ---------------------------------------------------------------- by hand: windows and states
+
+
+def compute(manager, request, n=None):
+    """One step of a request alone, as far as the manager lets it go."""
+    n = manager.limit(request, request.missing if n is None else n)
+    assert manager.grow(request, n)
+    request.computed += n
+    manager.commit(request)
+    return n
+
+
+def chunks(manager, tokens, budget=64, output=0):
+    """Serve a prompt alone: what was found, the chunks, and the request."""
+    request = Request(0, list(tokens))
+    request.tables, request.computed = manager.match(request.tokens, None)
+    found, sizes = request.computed, []
+    while request.missing:
+        sizes.append(compute(manager, request, min(request.missing, budget)))
+    for i in range(output):
+        request.tokens.append(900 + i)
+        compute(manager, request)
+    manager.check([request])
+    return found, sizes, request
+
+
+@pytest.mark.parametrize(
+    "window, first", [(1, 3), (8, 2), (9, 2), (10, 1), (17, 1), (18, 0), (99, 0)]
+)
+def test_a_block_that_no_later_row_sees_is_given_back(window, first):
+    """24 tokens: the row at position 24 sees 25 - window .. 24."""
+    manager = BlockManager([8, Room(8, window)], S)
+    _, _, request = chunks(manager, ids(0, 24))
+    assert request.tables == [[1, 2, 3], [0, 0, 0][:first] + [1, 2, 3][first:]]
+    assert first == max(25 - window, 0) // S
+    assert len(manager.pools[1].free) == 5 and manager.pools[1].index.idle == first
+    manager.release(request)
+    manager.check([])
+
+
+def test_a_window_holds_as_many_blocks_after_1000_tokens_as_after_50():
+    manager = BlockManager([Room(5, 20)], S, prefix_cache=False)
+    request = Request(0, ids(0, 40))
+    held = []
+    while len(request.tokens) < 1000:
+        compute(manager, request, min(request.missing, S))
+        held.append(manager.held)
+        if not request.missing:
+            request.tokens.append(0)
+    assert max(held) == max(held[:30]) == 4
+    assert len(request.tables[0]) == 125 and sum(map(bool, request.tables[0])) <= 4
+
+
+def test_a_chunk_is_no_longer_than_its_window_has_blocks_for():
+    manager = BlockManager([40, Room(5, 10)], S)
+    _, sizes, _ = chunks(manager, ids(0, 200), budget=200)
+    assert sizes[0] == 40 and max(sizes[1:]) == 24 and sum(sizes) == 200
+
+
+def test_a_window_is_found_again_if_all_of_the_last_one_is_there():
+    manager = BlockManager([Room(9, 10)], S)
+    chunks(manager, ids(0, 40))[2].tables  # blocks 1..5, of which 4 and 5 are held
+    index = manager.pools[0].index
+    assert found(manager, ids(0, 48)) == 40
+    index.evict(), index.evict(), index.evict()  # blocks 1 to 3 in some order
+    assert set(index.of_block) == {4, 5}
+    assert found(manager, ids(0, 48)) == 40, "a row at 40 sees 31.., which are in 4 and 5"
+    assert found(manager, [7, *ids(1, 47)]) == 0, "the same blocks behind another beginning"
+    index.forget(4)
+    assert found(manager, ids(0, 48)) == 0
+
+
+def test_the_longest_prefix_that_every_group_can_go_on_from_is_taken():
+    manager = BlockManager([8, Room(8, 10), Room(4, state=True)], S)
+    _, sizes, request = chunks(manager, ids(0, 40), budget=24)
+    assert sizes == [24, 16] and len(manager.pools[2].index.entries) == 2  # states at 24 and 40
+    manager.release(request)
+    for length, tokens in ((48, 40), (41, 40), (40, 24), (25, 24), (24, 0)):
+        assert found(manager, ids(0, length)) == tokens, length
+    tables, count = manager.match(ids(0, 40), None)
+    state = manager.pools[2].index.match(ids(0, 40), None, S, gaps=True)
+    assert tables == [[1, 2, 3], [0, 2, 3], [state[2]]] and state == [0, 0, state[2], 0]
+
+
+def test_a_step_reads_one_state_and_writes_another():
+    manager = BlockManager([Room(3, state=True)], S, prefix_cache=False)
+    request = Request(0, ids(0, 3))
+    seen = []
+    for _ in range(3):
+        assert manager.grow(request, request.missing)
+        seen.append(list(request.tables[0]))
+        request.computed += request.missing
+        manager.commit(request)
+        request.tokens.append(0)
+    assert seen == [[0, 1], [1, 2], [2, 1]]
+    assert request.tables == [[1]] and manager.held == 1
+
+
+@pytest.mark.parametrize("length, sizes", [
+    (7, [7]), (8, [8]), (9, [8, 1]), (15, [8, 7]), (16, [16]), (17, [16, 1]), (47, [40, 7]),
+    (48, [48]), (50, [48, 2]), (130, [64, 64, 2]),
+])  # fmt: skip
+def test_chunks_of_a_prompt_end_with_a_block_where_there_are_states(length, sizes):
+    manager = BlockManager([40, Room(9, state=True)], S)
+    assert chunks(manager, ids(0, length))[1] == sizes
+
+
+def test_where_prompts_part_the_second_leaves_a_state_for_the_third():
+    manager = BlockManager([60, Room(9, state=True)], S)
+    prompts = [[*ids(0, 20), *ids(100 * i, 30)] for i in range(1, 5)]
+    served = []
+    for prompt in prompts:
+        reused, sizes, request = chunks(manager, prompt)
+        served.append((reused, sizes))
+        manager.release(request)
+    assert served == [(0, [48, 2]), (0, [16, 32, 2]), (16, [32, 2]), (16, [32, 2])]
+
+
+def test_of_an_answers_states_only_the_last_is_kept():
+    manager = BlockManager([60, Room(9, state=True)], S)
+    _, _, request = chunks(manager, ids(0, 10), output=40)
+    states = manager.pools[1].index
+    depths = sorted(8 * (entry.depth + 1) for entry in states.entries.values())
+    assert depths == [8, 48], "one of the prompt, one of the answer"
+    tokens = list(request.tokens)
+    manager.release(request)
+    assert found(manager, [*tokens, 1, 2, 3]) == 48
+
+
+def test_a_tail_that_was_evicted_is_not_taken_for_what_lies_in_its_block_now():
+    manager = BlockManager([60, Room(4, state=True)], S)
+    _, _, request = chunks(manager, ids(0, 10), output=10)
+    tail = next(iter(manager.progress[request].tails.values()))
+    manager.pools[1].index.forget(tail.block)  # evicted, then given to another prefix
+    other = manager.pools[1].index.insert(None, "x", tuple(ids(0, S)), tail.block)
+    for i in range(S):
+        request.tokens.append(i)
+        compute(manager, request)
+    assert manager.pools[1].index.of_block.get(tail.block) in (other, None)
+    assert manager.pools[1].index.entries.get(other.key) is other
+
+
+def test_bytes_are_shared_out_states_first_then_windows_then_what_keeps_all():
+    full, window = LayerSpec("full", 1, 8), LayerSpec("sliding", 1, 8, 20)
+    state = LayerSpec("linear", 1, 4, values=4, conv=(3, 12))
+    block, one = 2 * 8 * S * 4, 4 * 4 * 4 + 3 * 12 * 4
+    specs = [state, full, window, window]
+    found, running = rooms(specs, 10**6, S, 16, 4, 4)
+    assert running == 4
+    assert found[0] == Room(12, state=True) and found[2] == Room(4 * 5 + 2, 20)
+    left = 10**6 - 13 * one - 23 * 2 * block
+    assert found[1] == Room(left // block - 1)
+    cache = PagedCache(specs, [room.blocks for room in found], S, 16, 4)
+    assert cache.nbytes == 13 * one + 23 * 2 * block + (left // block) * block <= 10**6
+
+
+def test_little_memory_lowers_how_many_run_and_less_is_refused():
+    full, window = LayerSpec("full", 1, 8), LayerSpec("sliding", 1, 8, 20)
+    state = LayerSpec("linear", 1, 4, values=4, conv=(3, 12))
+    specs, lowered = [full, window, state], 0
+    for memory in range(1000, 30000, 500):
+        try:
+            found, running = rooms(specs, memory, S, 16, 64, 4)
+        except ValueError as error:
+            assert memory < 10000 and f"kv_memory {memory:,} bytes" in str(error)
+            continue
+        assert memory > 5000
+        lowered += running < 64
+        assert 1 <= running == min(64, found[2].blocks // 2 if found[2].blocks < 192 else 64)
+        assert found[1].blocks >= 5 and found[0].blocks >= 1
+        assert PagedCache(specs, [room.blocks for room in found], S, 16, running).nbytes <= memory
+    assert lowered > 10
+
+
 def test_a_block_of_a_known_model_takes_the_published_bytes():
     specs = [LayerSpec("full", 3, 64)] * 30  # SmolLM2-135M
-    assert block_bytes(specs, 16, 2) == 368_640
+    assert sum(kv_cache.block_bytes(spec, 16, 2) for spec in specs) == 368_640
     cache = PagedCache(specs[:2], 5, 16, budget=4, max_running=2, dtype=torch.bfloat16)
     assert cache.nbytes == 6 * 368_640 * 2 // 30  # five blocks and the one never handed out
 
@@ -569,8 +744,9 @@ def with_tables(request, *tables):
 
 def poisoned(cache):
     """Fill the pools with NaN: whatever is read without having been written shows."""
-    for pool in cache.pools:
-        pool.fill_(torch.nan)
+    for spec, pools in zip(cache.specs, cache.pools):
+        for pool in pools:
+            pool[spec.kind == "linear" :] = torch.nan  # state 0 is the one before any token
     return cache
 
 
@@ -813,12 +989,24 @@ def contents(tokens, salt=None):
 
 
 class Memory:
-    """The pools' contents as numbers, written and read through the tables."""
+    """The pools' contents as numbers, written and read through the tables. A state is one number:
+    that of the last token before it."""
 
     def __init__(self, manager):
         self.manager, self.size = manager, manager.block_size
-        count = manager.blocks + 1
-        self.pools = [[[None] * self.size for _ in range(count)] for _ in manager.pools]
+        self.pools = [
+            [[None] * self.size for _ in range(pool.blocks + 1)] for pool in manager.pools
+        ]
+
+    def seen(self, request, group):
+        """What a row at `computed` can see in a group: from where on, and the numbers there."""
+        room, done = self.manager.pools[group].room, request.computed
+        if room.state:
+            block = request.tables[group][0] if done else 0
+            state = self.pools[group][block][0] if block else beginning(request.salt)
+            return done - 1 if done else None, [state]
+        first = max(done - room.window + 1, 0) if room.window else 0
+        return first, self.read(request, group, first, done)
 
     def read(self, request, group, start, end):
         pool, table, size = self.pools[group], request.tables[group], self.size
@@ -827,22 +1015,24 @@ class Memory:
     def write(self, request, n):
         """Compute n rows; each continues what is found in the place before it."""
         known = [*request.tokens, *request.draft]
+        self.check(request)
         for group, pool in enumerate(self.pools):
-            table, size, at = request.tables[group], self.size, request.computed
-            before = beginning(request.salt)
-            if at:
-                before = pool[table[(at - 1) // size]][(at - 1) % size]
+            owner, table = self.manager.pools[group], request.tables[group]
+            size, at = self.size, request.computed
+            seen = self.seen(request, group)[1]
+            before = (seen or contents(known[:at], request.salt) or [beginning(request.salt)])[-1]
             for p in range(at, at + n):
                 before = hash((before, known[p]))
-                references = self.manager.pools[group].references[table[p // size]]
-                assert references == 1, "5: a shared block is written"
-                pool[table[p // size]][p % size] = before
+                block = table[1] if owner.room.state else table[p // size]
+                assert owner.references[block] == 1, "5: a shared block is written"
+                pool[block][0 if owner.room.state else p % size] = before
 
     def copy(self, parent, child, length):
         full = length // self.size
         if length % self.size:
             for group, pool in enumerate(self.pools):
-                pool[child.tables[group][full]][:] = pool[parent.tables[group][full]]
+                if not self.manager.pools[group].room.state:
+                    pool[child.tables[group][full]][:] = pool[parent.tables[group][full]]
 
     def forget_what_is_free(self):
         for pool, owner in zip(self.pools, self.manager.pools):
@@ -852,8 +1042,10 @@ class Memory:
     def check(self, request):
         """What the request reads is what its committed tokens wrote."""
         expected = contents(request.tokens[: request.computed], request.salt)
-        for group in range(len(self.pools)):
-            assert self.read(request, group, 0, request.computed) == expected, "foreign content"
+        for group in range(len(self.pools) if request.tables else 0):
+            first, numbers = self.seen(request, group)
+            wanted = [beginning(request.salt)] if first is None else expected[first:]
+            assert numbers == wanted, "foreign content"
 
     def check_index(self):
         """Every block in the index holds what its key stands for, and no draft."""
@@ -863,8 +1055,9 @@ class Memory:
                 while at is not None:
                     known[:0] = at.ids
                     at = at.parent
-                expected = contents(known, entry.salt)[-self.size :]
-                assert self.pools[group][entry.block] == expected, "a block in the index is wrong"
+                expected, held = contents(known, entry.salt), self.pools[group][entry.block]
+                right = held[0] == expected[-1] if owner.room.state else held == expected[-S:]
+                assert right, "a block in the index is wrong"
 
 
 class Dictionary:
@@ -878,7 +1071,7 @@ class Dictionary:
     def __init__(self, seed):
         self.draw = draw = random.Random(seed)
         self.groups, self.twins = draw.choice([1, 1, 2]), draw.random() < 0.3
-        self.manager = BlockManager(draw.randint(2, 14), S, self.groups)
+        self.manager = BlockManager([draw.randint(2, 14)] * self.groups, S)
         self.memory = Memory(self.manager)
         self.known, self.running, self.count = {}, [], Counter()
 
@@ -1041,17 +1234,20 @@ class Workload:
         self.draw = draw = random.Random(seed)
         self.reserve = draw.random() < 0.15
         self.manager = BlockManager(
-            draw.choice([draw.randint(1, 8), draw.randint(6, 30)]), S,
-            groups=draw.choice([1, 1, 1, 2]), prefix_cache=draw.random() < 0.8,
-            reserve=self.reserve,
-        )  # fmt: skip
+            self.rooms(), S, prefix_cache=draw.random() < 0.8, reserve=self.reserve
+        )
         self.scheduler = Scheduler(
             self.manager, budget=draw.choice([1, 7, 8, 9, 16, 64]), max_running=draw.randint(1, 6),
             policy=draw.choice(["fcfs", "priority"]), static=draw.random() < 0.15,
         )  # fmt: skip
         self.memory = Memory(self.manager)
         self.drafting, self.aborting = draw.random() < 0.4, draw.random() < 0.3
+        self.drafting &= not self.manager.states  # what a draft did to them is not undone yet
         self.to_come, self.requests, self.count = draw.randint(3, 12), [], Counter()
+
+    def rooms(self):
+        blocks = self.draw.choice([self.draw.randint(1, 8), self.draw.randint(6, 30)])
+        return [blocks] * self.draw.choice([1, 1, 1, 2])
 
     def arrive(self):
         draw = self.draw
@@ -1086,7 +1282,8 @@ class Workload:
         if self.aborting and self.draw.random() < 0.01:
             return [], "error"
         start = request.computed + n - 1 - len(request.draft)
-        states = self.memory.read(request, 0, start, start + 1 + len(request.draft))
+        group = next(i for i, pool in enumerate(self.manager.pools) if not pool.room.state)
+        states = self.memory.read(request, group, start, start + 1 + len(request.draft))
         ids = []
         for i, state in enumerate(states):
             ids.append(next_id(state, request.seed, request.index, start + i))
@@ -1106,7 +1303,8 @@ class Workload:
         plan = self.plan()
         assert bool(plan) == busy and sum(n for _, n in plan) <= scheduler.budget
         self.count["preempted"] += len(scheduler.preempted)
-        assert not (self.reserve and scheduler.preempted), "a reservation was not enough"
+        reserved = self.reserve and self.manager.growing == self.manager.pools
+        assert not (reserved and scheduler.preempted), "a reservation was not enough"
         self.check()
         self.memory.forget_what_is_free()
         for request, n in plan:
@@ -1172,6 +1370,20 @@ class Workload:
                     assert len(sample.output) == sample.params
 
 
+class Kinds(Workload):
+    """Groups that keep a window or a state, alone and beside those that keep all."""
+
+    def rooms(self):
+        draw = self.draw
+        kept = [draw.choice([draw.randint(1, 8), draw.randint(6, 30)])] * draw.choice([0, 1, 1])
+        windows = [draw.choice([1, 2, S - 1, S, S + 1, 20]) for _ in range(draw.randint(0, 2))]
+        found = [Room(draw.randint(4, 20), window) for window in windows]
+        found += [Room(draw.randint(2, 12), state=True)] * draw.choice([0, 1, 1, 2])
+        if not kept and not windows:
+            kept = [12]
+        return draw.sample(kept + found, len(kept + found))
+
+
 class Interrupted(Workload):
     """Ctrl-C between two lines of a plan, then `repair`, and the plan is made again."""
 
@@ -1232,6 +1444,17 @@ def test_a_plan_that_is_interrupted_between_two_lines_and_repaired_changes_no_an
         load.run()
         total += load.count
     assert total["interrupted"] > 300 and total["preempted"] > 30, total
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_workloads_over_windows_and_states_generate_what_each_request_generates_alone(part):
+    total = Counter()
+    for seed in range(400 * part, 400 * part + 400):
+        load = Kinds(seed)
+        load.run()
+        total += load.count
+    for what in ("refused", "aborted", "preempted", "forked", "accepted", "forced", "reused"):
+        assert total[what] > 50, f"{what} is hardly tested: {total}"
 
 
 def test_samples_and_chunks_that_end_with_a_block_survive_a_preemption():
@@ -1335,9 +1558,9 @@ def test_a_cache_without_blocks_is_refused(blocks):
         BlockManager(blocks)
 
 
-def test_the_paged_cache_refuses_layers_that_are_not_full():
-    with pytest.raises(ValueError, match="full attention only, not .*sliding"):
-        PagedCache([LayerSpec("full", 1, 2), LayerSpec("sliding", 1, 2, 8)], 4, S, 4, 2)
+def test_the_paged_cache_refuses_layers_that_it_only_knows_the_size_of():
+    with pytest.raises(ValueError, match="'chunked' are sized, but no cache here holds them"):
+        PagedCache([LayerSpec("full", 1, 2), LayerSpec("chunked", 1, 2, 8)], 4, S, 4, 2)
 
 
 def test_more_rows_than_the_buffers_hold_are_refused():

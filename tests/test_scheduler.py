@@ -53,10 +53,10 @@ class Ledger:
     def limit(self, request, n):
         return min(n, self.every - request.computed % self.every)
 
-    def grow(self, request, n):
+    def grow(self, request, n, ahead=0):
         assert n > 0, "asked for room for nothing"
         request.tables = request.tables or [[]]
-        more = self._need(request, request.computed + n) - len(request.tables[0])
+        more = self._need(request, request.computed + max(n, ahead)) - len(request.tables[0])
         if more > len(self.free):
             return False
         request.tables[0] += [self._take() for _ in range(more)]
@@ -1102,7 +1102,7 @@ def test_a_result_for_each_planned_request_is_needed():
 
 def test_a_step_that_can_plan_nothing_fails_instead_of_spinning():
     scheduler = scheduler_of(prompt(0, 2))
-    scheduler.manager.grow = lambda request, n: False
+    scheduler.manager.grow = lambda request, n, ahead=0: False
     with pytest.raises(AssertionError, match="must plan something"):
         scheduler.plan()
 

@@ -338,6 +338,47 @@ def test_rope_is_that_of_pytorch_also_of_a_slice(heads, dim, dtype, guard):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, dim, turned", [(1, 4, 2), (3, 48, 16), (2, 256, 64), (5, 10, 8)])
+def test_rope_of_a_part_of_each_head_copies_the_rest(heads, dim, turned, dtype, guard):
+    x = randn(4, heads, dim, dtype=dtype)
+    frequencies = 1e4 ** -(torch.arange(turned // 2, device=DEVICE) / (turned // 2))
+    positions = torch.tensor([0, 1, 77, 4095], device=DEVICE)
+    tables = guard.around(kernels.rope_tables(positions, frequencies, 1.25))
+    found = kernels.rope(guard.columns(x, 1, 2), tables)
+    assert found.dtype == dtype and found.shape == x.shape
+    assert same_bits(found[..., turned:], x[..., turned:])
+    assert rounded_once(found, in_pytorch(kernels.rope, x.float(), tables))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_of_rows_in_half_precision_take_a_weight_in_float32(wide, dtype, guard):
+    """A norm that multiplies by 1 + w has 1 + w in float32."""
+    weight = guard.around(1 + randn(48, seed=1) / 1000)
+    x, delta = (guard.around(randn(3, 48, seed=seed, dtype=dtype)) for seed in (2, 3))
+    if wide:
+        x = x[:, None].expand(3, 2, 48).contiguous()
+        weight = weight.expand(2, 48).contiguous()
+        found, total = kernels.rms_norm(x, weight, 1e-5), x
+    else:
+        total, found = kernels.add_norm(x, delta, weight, 1e-5)
+    assert found.dtype == dtype
+    assert rounded_once(found, in_pytorch(kernels.rms_norm, total.float(), weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, dim", [(1, 8), (3, 10), (5, 128)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_gated_norm_is_that_of_pytorch_also_of_slices(heads, dim, wide, dtype, guard):
+    x, gate = (randn(3, heads, dim, seed=seed, dtype=dtype) * 3 for seed in (1, 2))
+    weight = guard.around(randn(dim, seed=3, dtype=torch.float32 if wide else dtype))
+    found = kernels.gated_norm(guard.columns(x, 0, 1), guard.columns(gate, 2, 1), weight, 1e-5)
+    assert found.dtype == dtype and found.shape == x.shape
+    exact = in_pytorch(kernels.gated_norm, x.float(), gate.float(), weight.float(), 1e-5)
+    assert rounded_once(found, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 100), (2, 1024), (2, 1025), (1, 2500)])
 def test_gated_products_are_those_of_pytorch(name, rows, width, dtype, guard):

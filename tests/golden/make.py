@@ -339,10 +339,202 @@ def families():
             "head_dim": 8,
         },
     )
-
+    add_windows(add, mistral, qwen)
+    add_hybrids(add, qwen3, moe)
     for name, config in deepseek(llama).items():
         add(name, config)
     return table
+
+
+def add_windows(add, mistral, qwen):
+    """Families whose layers see a window: shorter than the prompt, so that it is crossed."""
+    add(
+        "mistral_sliding",
+        {
+            **mistral,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": 11,
+        },
+    )
+    # the first layer sees all; layers from the second on slide
+    add(
+        "qwen2_sliding",
+        {**qwen, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    )
+    gemma = dict(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        query_pre_attn_scalar=20,
+        sliding_window=9,
+        attention_bias=False,
+        attention_dropout=0.0,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        bos_token_id=2,
+        eos_token_id=[1, 3],
+        pad_token_id=0,
+        use_cache=True,
+    )
+    # as Gemma 3 was published; scaled where a layer sees all, like the sizes from 4B on
+    add(
+        "gemma3_old",
+        {
+            **gemma,
+            "sliding_window_pattern": 2,
+            "rope_theta": 2000.0,
+            "rope_local_base_freq": 40.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.50.0",
+        },
+    )
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    ropes = {"full_attention": 3000.0, "sliding_attention": 50.0}
+    add(
+        "gemma3",
+        {
+            **gemma,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 13,
+            "tie_word_embeddings": False,
+            "layer_types": kinds,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": base} for kind, base in ropes.items()
+            },
+            "use_bidirectional_attention": False,
+            "dtype": "bfloat16",
+            "transformers_version": "5.0.0",
+        },
+    )
+
+
+def add_hybrids(add, qwen3, moe):
+    """Layers of Gated DeltaNet among those of attention."""
+    linear = dict(
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_value_head_dim=12,
+    )
+    following = {
+        **moe,
+        **linear,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000.0,
+        "shared_expert_intermediate_size": 24,
+        "transformers_version": "4.57.0",
+    }
+    for name in ("sliding_window", "use_sliding_window", "max_window_layers"):
+        del following[name]
+    add("qwen3_next", following)
+
+    # three value heads a key head, values smaller than keys, a dense layer, biases, scaled rope
+    odd = {name: following[name] for name in following if name not in ("rope_theta", "torch_dtype")}
+    for name in ("rope_scaling", "partial_rotary_factor", "full_attention_interval"):
+        del odd[name]
+    add(
+        "qwen3_next_odd",
+        {
+            **odd,
+            "attention_bias": True,
+            "dtype": "bfloat16",
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 20,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 8,
+            "max_position_embeddings": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 300.0,
+                "rope_type": "yarn",
+            },
+            "transformers_version": "5.0.0",
+        },
+    )
+
+    # as published: beside vision, whose tensors are there too
+    text = {
+        key: value
+        for key, value in qwen3.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype", "architectures")
+    }
+    for name in ("sliding_window", "use_sliding_window", "max_window_layers"):
+        del text[name]
+    text = {
+        **text,
+        **linear,
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "head_dim": 24,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 1],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+    }
+    add(
+        "qwen3_5",
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "tie_word_embeddings": False,
+            "transformers_version": "4.57.0.dev0",
+            "vision_config": {"depth": 1, "hidden_size": 16, "model_type": "qwen3_5"},
+        },
+    )
+
+    # text alone, tied; the quarter that rope turns is the default; keys as many as values
+    alone = {key: value for key, value in text.items() if key not in ("layer_types", "dtype")}
+    del alone["rope_parameters"]
+    add(
+        "qwen3_5_text",
+        {
+            **alone,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "full_attention_interval": 2,
+            "head_dim": 8,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 16,
+            "num_hidden_layers": 4,
+            "rope_theta": 20000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        },
+    )
 
 
 def deepseek(llama):
@@ -418,7 +610,8 @@ def deepseek(llama):
 def fresh(name, config, draw):
     """The family's config with other sizes: what makes the family itself stays."""
     heads = draw.choice([2, 4, 6])
-    config = json.loads(json.dumps(config))
+    whole = json.loads(json.dumps(config))
+    config = whole.get("text_config", whole)
     config.update(
         num_attention_heads=heads,
         num_key_value_heads=draw.choice([g for g in (1, 2, 3, 6) if heads % g == 0]),
@@ -431,8 +624,16 @@ def fresh(name, config, draw):
     if "head_dim" in config:
         # where a family names head_dim, it need not be hidden_size / heads
         config["head_dim"] = draw.choice([6, 8, 16, 20])
-    rope = config.get("rope_parameters") or config
-    rope["rope_theta"] = draw.choice([500.0, 10000.0, 1000000.0])
+    by_kind = config.get("rope_parameters") or config
+    ropes = [rope for rope in by_kind.values() if isinstance(rope, dict) and "rope_theta" in rope]
+    for rope in ropes or [by_kind]:
+        rope["rope_theta"] = draw.choice([500.0, 10000.0, 1000000.0])
+    if "rope_local_base_freq" in config:
+        config["rope_local_base_freq"] = draw.choice([30.0, 700.0])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        config["sliding_window"] = draw.choice([8, 10, 17, 24])
+    if "query_pre_attn_scalar" in config:
+        config["query_pre_attn_scalar"] = draw.choice([5, 16, 31])
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "factor" in scaling:
         scaling["factor"] = draw.choice([2.0, 3.5, 8.0])
@@ -442,7 +643,25 @@ def fresh(name, config, draw):
             num_experts_per_tok=draw.choice([1, 2, 4]),
             moe_intermediate_size=draw.choice([8, 24]),
         )
-    return fresh_latent(config, draw) if "kv_lora_rank" in config else config
+    if "linear_num_key_heads" in config:
+        fresh_hybrid(config, draw)
+    if "kv_lora_rank" in config:
+        fresh_latent(config, draw)
+    return whole
+
+
+def fresh_hybrid(config, draw):
+    keys = draw.choice([1, 2, 3])
+    config.update(
+        head_dim=draw.choice([8, 16, 24]),  # of which a quarter is turned, in pairs
+        linear_conv_kernel_dim=draw.choice([2, 3, 4]),
+        linear_key_head_dim=draw.choice([8, 12, 20, 24]),
+        linear_num_key_heads=keys,
+        linear_num_value_heads=keys * draw.choice([1, 2, 3]),
+        linear_value_head_dim=draw.choice([8, 12, 20, 24]),
+    )
+    if "num_experts" in config:
+        config["shared_expert_intermediate_size"] = draw.choice([8, 12, 40])
 
 
 def fresh_latent(config, draw):
@@ -468,7 +687,6 @@ def fresh_latent(config, draw):
             index_head_dim=draw.choice([8, 20]),
             index_topk=draw.choice([7, 30]),
         )
-    return config
 
 
 # ---------------------------------------------------------------- the weights
@@ -476,13 +694,19 @@ def fresh_latent(config, draw):
 
 def shapes(config):
     """Published tensor name -> shape, for every tensor of the checkpoint."""
+    if "text_config" in config:
+        tie = config["tie_word_embeddings"]
+        text = shapes({**config["text_config"], "tie_word_embeddings": tie})
+        names = {name.replace("model.", "model.language_model."): text[name] for name in text}
+        return {**names, "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2)}
     E, V = config["hidden_size"], config["vocab_size"]
     H, G = config["num_attention_heads"], config["num_key_value_heads"]
     D = config.get("head_dim") or E // H
     kind = config["model_type"]
     attention_bias = config.get("attention_bias", False)
+    qkv_bias = attention_bias or kind == "qwen2"
     names = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
-    if not config["tie_word_embeddings"]:
+    if not tied(config):
         names["lm_head.weight"] = (V, E)
 
     def linear(name, out, into, bias):
@@ -495,6 +719,9 @@ def shapes(config):
         linear(name + ".up_proj", width, E, bias)
         linear(name + ".down_proj", E, width, bias)
 
+    hybrid = "linear_num_key_heads" in config
+    if hybrid:
+        names["mtp.fc.weight"] = (E, 2 * E)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         names[layer + ".input_layernorm.weight"] = (E,)
@@ -511,15 +738,21 @@ def shapes(config):
                 mlp(f"{layer}.mlp.experts.{e}", inner, False)
             mlp(layer + ".mlp.shared_experts", inner * config["n_shared_experts"], False)
             continue
-        linear(layer + ".self_attn.q_proj", H * D, E, attention_bias or kind == "qwen2")
-        linear(layer + ".self_attn.k_proj", G * D, E, attention_bias or kind == "qwen2")
-        linear(layer + ".self_attn.v_proj", G * D, E, attention_bias or kind == "qwen2")
-        linear(layer + ".self_attn.o_proj", E, H * D, attention_bias)
-        if kind in ("qwen3", "qwen3_moe"):
-            names[layer + ".self_attn.q_norm.weight"] = (D,)
-            names[layer + ".self_attn.k_norm.weight"] = (D,)
+        if kind == "gemma3_text":
+            names[layer + ".pre_feedforward_layernorm.weight"] = (E,)
+            names[layer + ".post_feedforward_layernorm.weight"] = (E,)
+        if hybrid and is_linear(config, i):
+            names.update(delta_net(layer + ".linear_attn.", config))
+        else:
+            linear(layer + ".self_attn.q_proj", (1 + hybrid) * H * D, E, qkv_bias)
+            linear(layer + ".self_attn.k_proj", G * D, E, qkv_bias)
+            linear(layer + ".self_attn.v_proj", G * D, E, qkv_bias)
+            linear(layer + ".self_attn.o_proj", E, H * D, attention_bias)
+            if hybrid or kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+                names[layer + ".self_attn.q_norm.weight"] = (D,)
+                names[layer + ".self_attn.k_norm.weight"] = (D,)
         sparse = (
-            kind == "qwen3_moe"
+            "num_experts" in config
             and i not in config["mlp_only_layers"]
             and (i + 1) % config["decoder_sparse_step"] == 0
         )
@@ -527,9 +760,44 @@ def shapes(config):
             names[layer + ".mlp.gate.weight"] = (config["num_experts"], E)
             for e in range(config["num_experts"]):
                 mlp(f"{layer}.mlp.experts.{e}", config["moe_intermediate_size"], False)
+            if kind == "qwen3_next":
+                linear(layer + ".mlp.shared_expert_gate", 1, E, False)
+                inner = config["shared_expert_intermediate_size"]
+                mlp(layer + ".mlp.shared_expert", inner, False)
         else:
             mlp(layer + ".mlp", config["intermediate_size"], config.get("mlp_bias", False))
     return names
+
+
+def tied(config):
+    """Whether logits use the embedding; Gemma 3 says so by saying nothing."""
+    return config.get("tie_word_embeddings", config["model_type"] == "gemma3_text")
+
+
+def is_linear(config, layer):
+    if "layer_types" in config:
+        return config["layer_types"][layer] == "linear_attention"
+    return (layer + 1) % config["full_attention_interval"] != 0
+
+
+def delta_net(prefix, config):
+    """A Gated DeltaNet layer's tensors: published name -> shape."""
+    E, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    if config["model_type"] == "qwen3_next":
+        rows = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    else:
+        rows = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
+        rows.update(in_proj_b=heads, in_proj_a=heads)
+    return {
+        **{f"{prefix}{name}.weight": (rows[name], E) for name in rows},
+        prefix + "conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        prefix + "A_log": (heads,),
+        prefix + "dt_bias": (heads,),
+        prefix + "norm.weight": (config["linear_value_head_dim"],),
+        prefix + "out_proj.weight": (E, values),
+    }
 
 
 def latent_shapes(layer, config):
@@ -557,16 +825,23 @@ def latent_shapes(layer, config):
     return {f"{layer}.self_attn.{name}": shape for name, shape in shapes.items()}
 
 
-def draw_tensor(name, shape, tied, generator):
-    """Norm weights 0.1 to 0.6 away from 1; biases 0.2 to 0.8 away from 0; matrices by width."""
+def draw_tensor(name, shape, config, generator):
+    """Norm weights 0.1 to 0.6 away from 1 (from 0 where 1 is added); biases 0.2 to 0.8 away from
+    0; matrices by width. States fade by half in 1 to 20 rows."""
     if name.endswith("norm.weight"):
         away = 0.1 + 0.5 * torch.rand(shape, generator=generator)
-        return 1 + away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
+        added = config["model_type"] == "gemma3_text" or "linear_num_key_heads" in config
+        middle = 0 if added and "linear_attn" not in name else 1
+        return middle + away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
+    if name.endswith("A_log"):
+        return -3 * torch.rand(shape, generator=generator)
+    if name.endswith("dt_bias"):
+        return 2 * torch.rand(shape, generator=generator) - 1
     if name.endswith(".bias") or name.endswith("_correction_bias"):
         away = 0.2 + 0.6 * torch.rand(shape, generator=generator)
         return away * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
     value = torch.randn(shape, generator=generator)
-    if "embed_tokens" in name and not tied:
+    if "embed_tokens" in name and not tied(config):
         return value
     # queries and keys a little larger: nearly uniform attention would hide errors of position
     large = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
@@ -584,12 +859,12 @@ def write_checkpoint(folder, config, generation, shards, seed):
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
+    text = {**config, **config.get("text_config", {})}
     tensors = {
-        name: draw_tensor(name, shape, config["tie_word_embeddings"], generator)
-        for name, shape in shapes(config).items()
+        name: draw_tensor(name, shape, text, generator) for name, shape in shapes(config).items()
     }
     save_sharded(folder, tensors, shards)
-    return torch.randint(0, config["vocab_size"], (PROMPT_TOKENS,), generator=generator)
+    return torch.randint(0, text["vocab_size"], (PROMPT_TOKENS,), generator=generator)
 
 
 def save_sharded(folder, tensors, shards):
@@ -709,9 +984,12 @@ def octavo_run(folder, prompt, forced):
 
     checkpoint = octavo.load(str(folder))
     model = octavo.Model(checkpoint.config, checkpoint.tensors, device="cpu", dtype=torch.float32)
-    specs = kv_cache.layers(json.loads((folder / "config.json").read_text()))
     cache = kv_cache.ContiguousCache(
-        specs, slots=1, max_len=len(prompt) + len(forced), device="cpu", dtype=torch.float32
+        model.config.specs,
+        slots=1,
+        max_len=len(prompt) + len(forced),
+        device="cpu",
+        dtype=torch.float32,
     )
 
     def logits(ids, start):
@@ -720,6 +998,7 @@ def octavo_run(folder, prompt, forced):
         )
         step = cache.prepare([(request, len(ids))])
         hidden, _ = model(step.tokens, step.positions, step)
+        cache.commit(step, None)
         return model.logits(hidden)
 
     prefill = logits(prompt.tolist(), 0)

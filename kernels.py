@@ -1570,7 +1570,7 @@ def _linear_cost(result, spans, x, weight, *rest) -> tuple[int, float]:
 
 
 def _per_head_cost(result, spans, x, weight) -> tuple[int, float]:
-    return weight.nbytes + x.nbytes + result.nbytes, 2.0 * result.numel() * x.shape[-1]
+    return x.nbytes + weight.nbytes + result.nbytes, 2.0 * x.shape[-1] * result.numel()
 
 
 def _attention_cost(

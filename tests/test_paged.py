@@ -752,7 +752,9 @@ class Pair:
         dtype = options.get("dtype", torch.float32)
         specs = options.get("specs", [LayerSpec("full", shared, 4)])
         blocks = count * -(-length // size) + 2
-        self.paged = tiny.poisoned(PagedCache(specs, blocks, size, count * length, count, dtype=dtype))
+        self.paged = tiny.poisoned(
+            PagedCache(specs, blocks, size, count * length, count, dtype=dtype)
+        )
         self.plain = tiny.garbage(ContiguousCache(specs, count, length, dtype=dtype))
         self.specs, self.heads, self.dtype = specs, heads, dtype
         self.requests = [tiny.request(range(length), slot=slot) for slot in range(count)]

@@ -1103,6 +1103,15 @@ def test_a_model_without_attention_has_only_states(tmp_path):
     assert distance(torch.cat(chunks), whole) <= 1e-5
 
 
+def test_what_hybrid_configs_leave_out_is_as_the_reference_has_it():
+    """Weights of chosen experts sum to 1, rope turns a quarter, every fourth layer is attention."""
+    config, absent = config_of("qwen3_next"), ("norm_topk_prob", "partial_rotary_factor")
+    absent += ("full_attention_interval", "decoder_sparse_step", "mlp_only_layers")
+    for name in absent:
+        del config[name]
+    assert model.Config.from_hf(config) == golden("qwen3_next").config
+
+
 def test_what_hybrid_models_read_a_token(tmp_path):
     """All but embedding rows, 4 of 6 experts in each of 4 layers, and what guesses further
     tokens; the shared expert is read by every row."""

@@ -84,7 +84,7 @@ class Config:
     expert_layers: tuple[int, ...] = ()  # indices of the layers that have experts
     normalise_experts: bool = False  # the chosen experts' weights sum to 1
     gate: bool = False  # attention's output is multiplied by a sigmoid
-    by_key_head: bool = False  # DeltaNet's projections are stored so
+    by_key_head: bool = False  # DeltaNet's projections are stored key head by key head
     sigmoid_experts: bool = False  # DeepSeek's routing: see `Experts._by_group`
     expert_groups: int = 1
     groups_per_token: int = 1
@@ -141,6 +141,7 @@ class Config:
             less_one=family == "gemma3_text" or family in kv_cache.HYBRID,
             gate=family in kv_cache.HYBRID,
             by_key_head=family == "qwen3_next",
+            **({"ignored": ("mtp.",)} if family in kv_cache.HYBRID else {}),
             **(_experts(config, count) if family in EXPERTS else {}),
             **(_gemma(config) if family == "gemma3_text" else {}),
             **(_deepseek(config, specs, ropes[0]) if family in kv_cache.LATENT else {}),
@@ -172,8 +173,6 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         raise ValueError(f"mlp_bias is not known in {family}")
     if family in kv_cache.LATENT:
         return _refuse_deepseek(config)
-    if specs[0].dim % 2:
-        raise ValueError(f"head_dim {specs[0].dim} is odd: rope turns pairs")
     if family not in WINDOWED and any(spec.kind == "sliding" for spec in specs):
         raise ValueError(f"a sliding window is not known in {family}")
     if family == "gemma3_text":
@@ -377,9 +376,8 @@ def _rope(config: dict) -> dict:
         raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(sorted(ROPE_FIELDS))}")
     if missing := [name for name in ROPE_FIELDS[kind] if not scaling.get(name)]:
         raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
-    for fields in (config, scaling):
-        whole = config["model_type"] not in kv_cache.HYBRID
-        if whole and fields.get("partial_rotary_factor", 1.0) != 1.0:
+    for fields in () if config["model_type"] in kv_cache.HYBRID else (config, scaling):
+        if fields.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not 1")
     default = 2e6 if config["model_type"] == "smollm3" else 1e4
     for name in ROPE_FIELDS[kind]:
@@ -408,7 +406,7 @@ def _rotary(config: dict, rope: dict, specs: tuple[LayerSpec, ...]) -> int:
     name, quarter = "partial_rotary_factor", config["model_type"] in kv_cache.HYBRID
     part = number(config if rope.get(name) is None else rope, name, 0.25 if quarter else 1)
     rotary = int(dim * part)
-    if rotary % 2 or rotary > dim or dim and not rotary:
+    if rotary % 2 or part > 1:
         raise ValueError(f"head_dim {dim}, {name} {part}: rope cannot turn {rotary}, only pairs")
     return rotary
 
@@ -497,9 +495,11 @@ class Attention:
         self.dim, self.shared = spec.dim, spec.heads
         inner, shared = config.heads * spec.dim, spec.heads * spec.dim
         sizes = (2 * inner if config.gate else inner, shared, shared)
-        order = _gates_last(config.heads, spec) if config.gate else slice(None)
+        if config.gate:  # stored are the q and the gate of each head; wanted all gates, then all q
+            order = apart(config.heads, (spec.dim, spec.dim)).view(2, -1).flip(0).flatten()
+            take.order |= {f"{prefix}q_proj.{kind}": order for kind in ("weight", "bias")}
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv, self.qkv_bias = take.linear(names, sizes, E, config.qkv_bias, order=order)
+        self.qkv, self.qkv_bias = take.linear(names, sizes, E, config.qkv_bias)
         self.out, self.out_bias = take.linear([prefix + "o_proj"], (E,), inner, config.out_bias)
         self.qk_norm = None
         if config.qk_norm:  # (H + G, D): a line for each head
@@ -507,10 +507,10 @@ class Attention:
             self.qk_norm = torch.cat((q.expand(config.heads, -1), k.expand(spec.heads, -1)))
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
-        # x (T, E), tables (2, T, 1, D) of each rope -> (T, E)
+        # x (T, E), tables (2, T, 1, R) of each rope, which turns R of a head's D -> (T, E)
         T, H, G = x.shape[0], self.config.heads, self.shared
         heads = kernels.linear(x, self.qkv, self.qkv_bias).view(T, -1, self.dim)
-        qk, v, gate = heads.split((H + G, G, heads.shape[1] - H - 2 * G), 1)
+        gate, qk, v = heads.split((H if self.config.gate else 0, H + G, G), 1)
         if self.qk_norm is not None:
             qk = kernels.rms_norm(qk, self.qk_norm, self.config.eps)
         if self.rope is not None:
@@ -526,11 +526,11 @@ class Attention:
         return {id(self.qkv): "linear q, k, v", id(self.out): "linear out"}
 
 
-def _gates_last(heads: int, spec: LayerSpec) -> Tensor:
-    """Rows in the order q, k, v, gates. Stored are a head's q and its gate, head by head."""
-    q_gate, kv = 2 * heads * spec.dim, 2 * spec.heads * spec.dim
-    q, gate = torch.arange(q_gate).view(heads, 2, spec.dim).unbind(1)
-    return torch.cat((q.flatten(), torch.arange(q_gate, q_gate + kv), gate.flatten()))
+def apart(heads: int, parts: tuple[int, ...]) -> Tensor:
+    """An order of the rows of heads, which have parts of these sizes: the first part of all heads,
+    then the second of all, and so on."""
+    rows = torch.arange(heads * sum(parts)).view(heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(parts, 1)])
 
 
 class DeltaNet:
@@ -548,19 +548,20 @@ class DeltaNet:
         channels, values = spec.conv[1], spec.heads * spec.values
         self.sizes = (channels, values, spec.heads, spec.heads)
         self.widths = ((channels - values) // 2, (channels - values) // 2, values)
+        if config.by_key_head:  # with each its share of the value heads
+            keys = self.widths[0] // spec.dim
+            share, wide = spec.heads // keys, values // keys
+            parts = (spec.dim, spec.dim, wide, wide)
+            take.order[prefix + "in_proj_qkvz.weight"] = apart(keys, parts)
+            take.order[prefix + "in_proj_ba.weight"] = apart(keys, (share, share))
         rows = delta_rows(spec, config.by_key_head)
-        self.project, _ = take.linear(
-            [prefix + name for name in rows],
-            tuple(rows.values()),
-            config.width,
-            False,
-            order=_heads_apart(spec) if config.by_key_head else slice(None),
-        )
+        names, E = [prefix + name for name in rows], config.width
+        self.project, _ = take.linear(names, tuple(rows.values()), E, False)
         self.conv = take(prefix + "conv1d.weight", (channels, 1, spec.conv[0] + 1)).squeeze(1)
         self.rate = -take(prefix + "A_log", (spec.heads,), dtype=torch.float32).exp()
         self.bias = take(prefix + "dt_bias", (spec.heads,), dtype=torch.float32)
         self.norm = take(prefix + "norm.weight", (spec.values,))
-        self.out, _ = take.linear([prefix + "out_proj"], (config.width,), values, False)
+        self.out, _ = take.linear([prefix + "out_proj"], (E,), values, False)
 
     def __call__(self, x: Tensor, tables: list[Tensor], step) -> Tensor:
         # x (T, E) -> (T, E)
@@ -582,19 +583,6 @@ def delta_rows(spec: LayerSpec, by_key_head: bool) -> dict[str, int]:
     if by_key_head:
         return {"in_proj_qkvz": qkv + z, "in_proj_ba": 2 * spec.heads}
     return {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": spec.heads, "in_proj_a": spec.heads}
-
-
-def _heads_apart(spec: LayerSpec) -> Tensor:
-    """Rows in the order q, k, v, z, b, a. Stored are, key head by key head, its q and k, and v
-    and z of the value heads that share it; and then, key head by key head, b and a of these."""
-    z = spec.heads * spec.values
-    keys = (spec.conv[1] - z) // 2 // spec.dim
-    share = spec.heads // keys
-    first = torch.arange(spec.conv[1] + z).view(keys, -1)
-    sizes = (spec.dim, spec.dim, share * spec.values, share * spec.values)
-    rest = torch.arange(2 * spec.heads).view(keys, -1) + first.numel()
-    parts = *first.split(sizes, 1), *rest.split(share, 1)
-    return torch.cat([part.flatten() for part in parts])
 
 
 class Latent:
@@ -933,22 +921,18 @@ class Take:
             raise ValueError(f"{name} is {list(found)}, config.json makes it {list(wanted)}")
         self.left.discard(name)
 
-    def linear(
-        self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False,
-        order: Tensor | slice = slice(None),
-    ):  # fmt: skip
+    def linear(self, names: list[str], outs: tuple[int, ...], width: int, bias: bool, plain=False):
         """Several projections of one input as one packed weight, and its bias or None.
 
-        plain: never quantised. order: of their rows, once they lie one below another.
+        plain: never quantised.
         """
         shapes = {f"{name}.weight": (out, width) for name, out in zip(names, outs)}
-        weight = None if plain or not self.quantize else self._low(shapes, order)
+        weight = None if plain or not self.quantize else self._low(shapes)
         if weight is None:
-            weight = kernels.pack(self._rows(shapes)[order])
+            weight = kernels.pack(self._rows(shapes))
         if not bias:
             return weight, None
-        rows = torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
-        return weight, rows[order]
+        return weight, torch.cat([self(f"{n}.bias", (out,)) for n, out in zip(names, outs)])
 
     def experts(self, names: list[list[str]], outs: tuple[int, ...], width: int):
         """The same projections of every expert: (experts, out, in) for Triton, else one by one."""
@@ -961,21 +945,21 @@ class Take:
         parts = [self(name, shape) for name, shape in shapes.items()]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _low(self, shapes: dict[str, tuple[int, int]], order) -> kernels.Packed | None:
+    def _low(self, shapes: dict[str, tuple[int, int]]) -> kernels.Packed | None:
         """The low-bit weight of these rows; None if they are not stored as one."""
         before = self.nbytes
         if self.quantize == "stored":
-            weight = self._stored(shapes, order)
+            weight = self._stored(shapes)
             if weight is None:
                 return None
             packed = kernels.pack(weight, dtype=self.dtype)
         else:
-            packed = kernels.pack(self._rows(shapes)[order], self.quantize)
+            packed = kernels.pack(self._rows(shapes), self.quantize)
         self.nbytes = before + packed.nbytes
         self.low += len(shapes)
         return packed
 
-    def _stored(self, shapes: dict[str, tuple[int, int]], order) -> kernels.FourBit | None:
+    def _stored(self, shapes: dict[str, tuple[int, int]]) -> kernels.FourBit | None:
         """Rows that a file has in 4 bits, all of them."""
         parts = {name: self.tensors.four_bit(name) for name in shapes if name in self.tensors}
         rows = sum(out for out, _ in shapes.values())
@@ -987,7 +971,7 @@ class Take:
         for name, part in parts.items():
             self._consume(name, shapes[name], part.shape)
         fields = zip(*((part.values, part.scales, part.zeros) for part in parts.values()))
-        return kernels.FourBit(*(torch.cat(field)[order] for field in fields))
+        return kernels.FourBit(*(torch.cat(field) for field in fields))
 
     def same(self, name: str, other: str):
         """Consume a tensor that some checkpoints store twice, if it really is the other one."""
@@ -1130,9 +1114,8 @@ def _template(folder: Path, settings: dict) -> str | None:
     return template
 
 
-# heads that guess further tokens; what sees pictures, under its old and its new names
-UNREAD = (
-    "mtp.", "model.visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+UNREAD = (  # what sees pictures, under its old and its new names
+    "model.visual.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
     "model.multi_modal_projector.",
 )  # fmt: skip
 
@@ -1284,9 +1267,9 @@ class RandomTensors(Mapping):
     """A checkpoint's tensors made up as they are asked for: each is a piece of one random tape,
     which repeats, so that making them costs no more than writing them.
 
-    Matrices have variance 1 / width, norms are near 1 (or 0, where 1 is added). The tape's length is prime: rows of a
-    matrix, of whatever width, begin at other places of it. The same on every device, but for
-    rounding.
+    Matrices have variance 1 / width, norms are near 1 (near 0 where 1 is added). The tape's
+    length is prime: rows of a matrix, of whatever width, begin at other places of it. The same on
+    every device, but for rounding.
     """
 
     TAPE = 1_048_583

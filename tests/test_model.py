@@ -627,6 +627,8 @@ def test_gemma_with_vision_runs_its_text_model(prefix, tmp_path):
     assert (loaded.heads, loaded.specs[0].heads, loaded.specs[0].dim) == (8, 4, 256)
     del text["eos_token_id"]
     assert model.Config.from_hf({**whole, "text_config": text}).stop_ids == (1, 106)
+    gptq = {**whole, "quantization_config": {"quant_method": "gptq"}}
+    expect_refused(lambda: model.Config.from_hf(gptq), "gptq")
 
 
 def test_what_gemma_stores_less_1_and_scales_is_not_rounded_twice():

@@ -405,7 +405,7 @@ def test_other_tokenizers_through_the_library():
 
 PIECES = ["<pad>", "<bos>", "<e>", "<unk>", "  ", "\n\n", "<b>"]
 PIECES += [f"<0x{i:02X}>" for i in range(256)]
-PIECES += ["ab", "▁a", "bb", "▁abb", "▁", "a", "b", "<", ">", "e", "<e", "\n"]
+PIECES += ["ab", "▁a", "bb", "▁abb", "bbb", "▁", "a", "b", "<", ">", "e", "<e", "\n"]
 
 
 def sentencepiece(**changes):
@@ -429,7 +429,7 @@ def test_merges_of_sentencepiece_are_the_cuts_of_its_pieces():
     ">" would else make one out of plain text."""
     spec, special = gguf_tokenizer(sentencepiece())
     merges = [left + "+" + right for left, right in spec["model"]["merges"]]
-    assert merges == ["▁+▁", "\n+\n", "a+b", "▁+a", "b+b", "▁a+bb", "<+e"]
+    assert merges == ["▁+▁", "\n+\n", "a+b", "▁+a", "b+b", "▁a+bb", "bb+b", "b+bb", "<+e"]
     assert special == {"bos_token": "<bos>", "unk_token": "<unk>"}
 
 

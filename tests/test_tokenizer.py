@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from generate import ChatTemplate, Tokenizer, build_tokenizer
+from model import gguf_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 STORED = GOLDEN / "tokenizer"
@@ -402,6 +403,83 @@ def test_other_tokenizers_through_the_library():
         build_tokenizer({"model": {"type": "Nonsense"}})
 
 
+PIECES = ["<pad>", "<bos>", "<e>", "<unk>", "  ", "\n\n", "<b>"]
+PIECES += [f"<0x{i:02X}>" for i in range(256)]
+PIECES += ["ab", "▁a", "bb", "▁abb", "bbb", "▁", "a", "b", "<", ">", "e", "<e", "\n"]
+
+
+def sentencepiece(**changes):
+    """Metadata of a GGUF file: what SentencePiece says of a BPE, the best piece first."""
+    types = [3, 3, 3, 2, 4, 4, 4] + [6] * 256 + [1] * (len(PIECES) - 263)
+    fields = {
+        "model": "llama",
+        "tokens": PIECES,
+        "token_type": types,
+        "scores": [-1000.0] * 7 + [0.0] * 256 + [-float(i) for i in range(len(PIECES) - 263)],
+        "bos_token_id": 1,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+    }
+    fields = {key: value for key, value in (fields | changes).items() if value is not None}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def test_merges_of_sentencepiece_are_the_cuts_of_its_pieces():
+    """Of two cuts the one with the longer left part first, control tokens have none: "<e" and
+    ">" would else make one out of plain text."""
+    spec, special = gguf_tokenizer(sentencepiece())
+    merges = [left + "+" + right for left, right in spec["model"]["merges"]]
+    assert merges == ["▁+▁", "\n+\n", "a+b", "▁+a", "b+b", "▁a+bb", "bb+b", "b+bb", "<+e"]
+    assert special == {"bos_token": "<bos>", "unk_token": "<unk>"}
+
+
+@pytest.mark.slow
+def test_sentencepiece_by_hand():
+    pytest.importorskip("tokenizers")
+    tokenizer = build_tokenizer(gguf_tokenizer(sentencepiece())[0])
+    at = {piece.replace("  ", "▁▁"): i for i, piece in enumerate(PIECES)}
+
+    def ids(*pieces):
+        return [at[piece] for piece in pieces]
+
+    assert tokenizer.prefix == [1] and tokenizer.suffix == []
+    assert tokenizer.encode("abb") == ids("ab", "b")  # before b + b
+    assert tokenizer.encode(" abb") == ids("▁", "ab", "b")  # a + b comes before ▁ + a
+    assert tokenizer.encode(" bb  a") == ids("▁", "bb", "▁▁", "a")
+    assert tokenizer.encode("   a") == ids("▁▁", "▁a")
+    assert tokenizer.encode("a\n\n\na") == ids("a", "\n\n", "\n", "a")
+    assert tokenizer.encode("é<b>a") == ids("<0xC3>", "<0xA9>", "<b>", "a")
+    assert tokenizer.encode("<e>a") == ids("<e>", "a")
+    assert tokenizer.encode("<e>a", special=False) == ids("<e", ">", "a")
+    assert tokenizer.tokens[at["<0xC3>"]] == b"\xc3" and tokenizer.tokens[at["▁▁"]] == b"  "
+    text = " é\n\n<b>  a🙂"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == b"".join(tokenizer.tokens[i] for i in ids).decode() == text
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"scores": None}, "scores"),
+        ({"token_type": [1]}, "1 types"),
+        ({"add_space_prefix": None}, "space before"),
+        ({"scores": [0.0] * 263 + list(range(len(PIECES) - 263))}, "order of scores"),
+        ({"token_type": [5] * len(PIECES)}, "unused"),
+    ],
+)
+def test_another_sentencepiece_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        gguf_tokenizer(sentencepiece(**changes))
+
+
+@pytest.mark.slow
+def test_names_of_special_tokens_are_not_the_library_s():
+    """A checkpoint's tokenizer has them as one key more: the library refused the whole."""
+    library = pytest.importorskip("tokenizers")
+    spec = json.loads(library.Tokenizer(library.models.Unigram([("a", 0.0)], unk_id=0)).to_str())
+    assert build_tokenizer(spec | {"special_tokens": {"bos_token": "a"}}).encode("a") == [0]
+
+
 # By property
 
 
@@ -671,8 +749,8 @@ def test_gguf_by_hand():
 def test_gguf_refusals():
     from model import gguf_tokenizer
 
-    with pytest.raises(ValueError, match="GGUF tokenizer model 'llama' is not supported"):
-        gguf_tokenizer(GGUF | {"tokenizer.ggml.model": "llama"})
+    with pytest.raises(ValueError, match="GGUF tokenizer model 't5' is neither"):
+        gguf_tokenizer(GGUF | {"tokenizer.ggml.model": "t5"})
     with pytest.raises(ValueError, match="GGUF pre-tokenizer 'viking' is not one of"):
         gguf_tokenizer(GGUF | {"tokenizer.ggml.pre": "viking"})
 

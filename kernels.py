@@ -1038,7 +1038,7 @@ def index_config(heads: int, dim: int, size: int, dtype: torch.dtype) -> dict:
     return {
         "H": heads, "D": dim, "S": size, "OPERAND": operand(dtype), "BLOCK_M": block_m,
         "BLOCK_N": 64 if dtype.itemsize == 2 else 32, "BLOCK_D": max(16, power_of_2(dim)),
-        "num_warps": 4,
+        "num_warps": 4, "num_stages": 1,  # with more, float32 spills
     }  # fmt: skip
 
 
@@ -1974,6 +1974,7 @@ def launches(arch: int) -> list[Launch]:
                 table += step_launches(shape, torch.bfloat16, rows, most, arch)
             table += expert_launches(shape, torch.bfloat16, rows)
     for shape in KINDS.values():
+        table += store_launches(shape, torch.bfloat16)
         for rows in (1, 8, 64, 512):
             for most in (1, rows):
                 table += step_launches(shape, torch.bfloat16, rows, most, arch)
@@ -2010,9 +2011,19 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
         Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
         Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
         Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D)),
-        Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
+        *store_launches(s, dtype),
         Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
         Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
+    ]
+
+
+def store_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
+    if not s.values:
+        return [Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D))]
+    none = dict.fromkeys(("v", "values", "v_stride"), "constexpr")
+    return [
+        Launch(f"store {width}, no values", store_kernel, dtype, store_config(width), none)
+        for width in (s.D, s.index[1])
     ]
 
 

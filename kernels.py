@@ -503,13 +503,13 @@ class Layout:
             if line is None:
                 line = free.pop()
                 self.lines[line], self.known[line] = table, []
-            read = table[first : self.width]  # before a fork one has blocks of all samples
+            first = min(first, len(self.known[line]))
             known = self.known[line][first:]
+            read = table[first : self.width]  # before a fork one has blocks of all samples
             if known != read:
                 same = len(known) if known == read[: len(known)] else 0
-                start = min(first, len(self.known[line])) + same
-                self.tables.fill(table[start : self.width], line * self.width + start)
-                self.known[line][start:] = table[start : self.width]
+                self.tables.fill(read[same:], line * self.width + first + same)
+                self.known[line][first + same :] = read[same:]
             result.append(line)
         return result
 

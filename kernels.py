@@ -562,13 +562,13 @@ class Layout:
             if line is None:
                 line = free.pop()
                 self.lines[line], self.known[line] = table, []
-            read = table[first : self.width]  # before a fork one has blocks of all samples
+            first = min(first, len(self.known[line]))
             known = self.known[line][first:]
+            read = table[first : self.width]  # before a fork one has blocks of all samples
             if known != read:
                 same = len(known) if known == read[: len(known)] else 0
-                start = min(first, len(self.known[line])) + same
-                self.tables.fill(table[start : self.width], line * self.width + start)
-                self.known[line][start:] = table[start : self.width]
+                self.tables.fill(read[same:], line * self.width + first + same)
+                self.known[line][first + same :] = read[same:]
             result.append(line)
         return result
 
@@ -1097,7 +1097,7 @@ def index_config(heads: int, dim: int, size: int, dtype: torch.dtype) -> dict:
     return {
         "H": heads, "D": dim, "S": size, "OPERAND": operand(dtype), "BLOCK_M": block_m,
         "BLOCK_N": 64 if dtype.itemsize == 2 else 32, "BLOCK_D": max(16, power_of_2(dim)),
-        "num_warps": 4,
+        "num_warps": 4, "num_stages": 1,  # with more, float32 spills
     }  # fmt: skip
 
 
@@ -2059,6 +2059,7 @@ def launches(arch: int) -> list[Launch]:
                 table += step_launches(shape, torch.bfloat16, rows, most, arch)
             table += expert_launches(shape, torch.bfloat16, rows)
     for shape in KINDS.values():
+        table += store_launches(shape, torch.bfloat16)
         for rows in (1, 8, 64, 512):
             for most in (1, rows):
                 table += step_launches(shape, torch.bfloat16, rows, most, arch)
@@ -2097,7 +2098,7 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
         Launch(f"norm {s.D}", norm_kernel, dtype, norm_config(s.D, False), missing),
         Launch(f"add, norm {s.E}", norm_kernel, dtype, norm_config(s.E, True)),
         Launch(f"rope {heads} x {s.D}", rope_kernel, dtype, rope_config(heads, s.D, s.D)),
-        Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D)),
+        *store_launches(s, dtype),
         Launch("silu", gated_kernel, dtype, {"GELU": False, **GATED}),
         Launch("gelu", gated_kernel, dtype, {"GELU": True, **GATED}),
     ]
@@ -2110,6 +2111,16 @@ def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
         Launch(f"rope {s.heads} x {s.R} of {s.D}", rope_kernel, dtype, rope),
         Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
         Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
+    ]
+
+
+def store_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
+    if not s.values:
+        return [Launch(f"store {s.G} x {s.D}", store_kernel, dtype, store_config(s.G * s.D))]
+    none = dict.fromkeys(("v", "values", "v_stride"), "constexpr")
+    return [
+        Launch(f"store {width}, no values", store_kernel, dtype, store_config(width), none)
+        for width in (s.D, s.index[1])
     ]
 
 

@@ -35,6 +35,7 @@ from kernels import (
     rope,
     rope_tables,
     silu_mul,
+    sparse_attention,
     store_kv,
 )
 
@@ -65,27 +66,31 @@ def flat(places):
     return places.tolist()
 
 
-def viewed(spans, tables, size=8, dtype=torch.float32):
+def viewed(spans, tables, size=8, dtype=torch.float32, window=0, padded=0):
     """The view of rows [(n, length)], which lie one below another and end at their length."""
     whole, row = [], 0
     for n, length in spans:
         whole.append((row, n, length - n))
         row += n
-    width = max(map(len, tables))
-    return Layout(row, len(spans), width, size, torch.device("cpu"), dtype).view(tables, whole)
+    width, device = max(map(len, tables)), torch.device("cpu")
+    layout = Layout(row + padded, len(spans) + padded, width, size, device, dtype, window)
+    return layout.view(tables, whole, padded)
 
 
-def loops(q, keys, values, start, causal=True):
-    """Attention written out, in float64: q (n, H, D) at positions start.. of keys (N, G, D)."""
+def loops(q, keys, values, start, causal=True, window=0, scale=None, chosen=None):
+    """Attention written out, in float64: q (n, H, D) at positions start.. of keys (N, G, D).
+    chosen: for each row a list of the positions that it reads."""
     q, keys, values = q.double(), keys.double(), values.double()
     n, heads, dim = q.shape
-    out = torch.zeros(n, heads, dim, dtype=torch.float64)
+    out = torch.zeros(n, heads, values.shape[-1], dtype=torch.float64)
     for i in range(n):
-        seen = start + i + 1 if causal else len(keys)
+        seen = range(start + i + 1 if causal else len(keys))
+        seen = [p for p in seen if not window or p > start + i - window]
+        seen = seen if chosen is None else chosen[i]
         for h in range(heads):
             g = h // (heads // keys.shape[1])
-            scores = keys[:seen, g] @ q[i, h] / math.sqrt(dim)
-            out[i, h] = (scores - scores.max()).exp() @ values[:seen, g]
+            scores = keys[seen, g] @ q[i, h] * (dim**-0.5 if scale is None else scale)
+            out[i, h] = (scores - scores.max()).exp() @ values[seen, g]
             out[i, h] /= (scores - scores.max()).exp().sum()
     return out
 
@@ -228,6 +233,35 @@ def test_keys_and_values_go_where_the_slots_say_and_nowhere_else():
     assert keys.sum() == 10 and values.sum() == 100
 
 
+def test_keys_without_values_are_stored_alone():
+    keys = torch.zeros(3, 4, 2)  # an index's: no heads
+    store_kv(
+        torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), None, keys, None, View(torch.tensor([9]), 1)
+    )
+    assert keys[2, 1].tolist() == [1.0, 2.0] and keys.sum() == 3
+
+
+def test_a_row_sees_as_many_tokens_as_its_window_has():
+    """Two rows at 5 and 6, in a window of 3: 3 to 5, and 4 to 6. Values are positions, keys 0."""
+    keys, values = torch.zeros(3, 4, 1, 1), torch.full((3, 4, 1, 1), math.nan)
+    values[2, 3], values[1, :3, 0, 0] = 3.0, torch.tensor([4.0, 5.0, 6.0])
+    found = viewed([(2, 7)], [[2, 1]], 4, window=3)
+    assert found.parts[0].places.tolist() == [11, 4, 5, 6]
+    keys.flatten(0, 1)[[0, 1, 2, 3, 7, 8, 9, 10]] = math.nan
+    assert attention(torch.ones(2, 1, 1), keys, values, found, window=3).flatten().tolist() == [
+        4,
+        5,
+    ]
+
+
+def test_an_index_chooses_the_highest_scores_and_of_equal_ones_the_older():
+    """Scores 2, 0, 5, 0, 2 of five tokens: of three the last is the first of the 2s' equals."""
+    scores = torch.tensor([[2.0, 0.0, 5.0, -0.0, 2.0, -1.0, -torch.inf]])
+    wanted = [2, 0, 4, 1, 3, 5, 6]
+    for top in range(1, 9):
+        assert kernels.best_of(scores, top).tolist() == [wanted[:top]]
+
+
 def test_blocks_that_follow_each_other_are_a_slice_and_others_a_list_of_places():
     parts = viewed([(3, 11), (2, 11), (9, 9)], [[4, 5], [5, 4], [2, 9, 9]]).parts
     assert [part.rows for part in parts] == [slice(0, 3), slice(3, 5), slice(5, 14)]
@@ -258,6 +292,32 @@ def test_a_request_with_more_blocks_than_it_has_filled_is_padded_like_any_other(
     """It reserved four blocks; its part is as long as the longest of its requests."""
     parts = viewed([(1, 2), (1, 9)], [[2, 7, 6, 5], [3, 1, 8, 9]]).parts
     assert parts[0].places.tolist() == [16, 17, *[16] * 14, *range(24, 32), 8, *[24] * 7]
+
+
+def test_of_requests_in_a_window_only_blocks_that_a_row_sees_are_read():
+    """Lengths 30 and 9 in blocks of 8, and a window of 10: positions 20 to 29, and 0 to 8."""
+    parts = viewed([(1, 30), (1, 9)], [[0, 0, 5, 3], [7, 1]], window=10).parts
+    assert len(parts) == 1 and parts[0].rows.tolist() == [1, 0]
+    short, long = parts[0].places.view(2, 16).tolist()
+    assert short == [*range(56, 64), 8] + [56] * 7
+    assert long == [44] * 4 + [44, 45, 46, 47] + [*range(24, 30)] + [44] * 2
+    hidden = parts[0].mask[:, 0, 0].eq(-math.inf)
+    assert hidden[0].tolist() == [False] * 9 + [True] * 7
+    assert hidden[1].tolist() == [True] * 4 + [False] * 10 + [True] * 2
+    parts = viewed([(1, 30)], [[0, 0, 5, 3]], window=10).parts
+    assert parts[0].places.tolist() == [44, 45, 46, 47, *range(24, 30)]
+    parts = viewed([(3, 30)], [[0, 0, 5, 6]], window=10).parts
+    assert parts[0].places == slice(42, 54), "the first row, at 27, sees 18 to 27"
+
+
+def test_what_a_step_reads_in_a_window_does_not_grow_with_the_context():
+    def places(length):
+        tables = [list(range(1000 * i + 1, 1000 * i + 900)) for i in range(4)]
+        spans = [(1, length), (1, length + 3), (5, length), (1, length + 1)]
+        return [flat(part.places) for part in viewed(spans, tables, window=20).parts]
+
+    for length in (100, 1100, 7100):
+        assert [len(x) for x in places(length)] == [24, 3 * 24]
 
 
 def test_one_row_alone_is_a_part_without_a_mask():
@@ -330,6 +390,24 @@ def test_attention_reads_what_is_stored_once_and_pairs_a_row_with_what_it_sees()
     assert cost("attention", q, [(4, 1), (8, 1)], q, pool, pool, None) == (1792 + 512, 14 * 128)
 
 
+def test_attention_in_a_window_reads_what_a_row_sees_and_a_latent_once():
+    q, pool = randn(2, 4, 8), randn(9, 16, 2, 8)
+    # rows at 20 and 21 see 5 each, together 6 tokens
+    spans, bound = [(20, 2)], q.nbytes * 2
+    found = cost("attention", q, spans, q, pool, pool, None, window=5)
+    assert found == (6 * 2 * 2 * 8 * 4 + bound, 10 * 128)
+    # rows at 2 to 5 see 3, 4, 5 and 5
+    assert cost("attention", q, [(2, 4)], q, pool, pool, None, True, 5)[1] == 17 / 2 * 256
+    latent, out = randn(9, 16, 1, 8), randn(2, 4, 6)
+    found = cost("attention", out, spans, q, latent, latent[..., :6], None)
+    assert found == (22 * 8 * 4 + q.nbytes + out.nbytes, 43 * 2 * 4 * 14)
+    # and of what an index chooses each row's 5 tokens, besides all 22 index keys
+    index = randn(2, 3, 4), randn(9, 16, 4), randn(2, 3)
+    found = cost("sparse_attention", out, spans, q, latent, latent[..., :6], None, *index, 5)
+    moved = 22 * 4 * 4 + 10 * 8 * 4 + sum(x.nbytes for x in (q, out, index[0], index[2]))
+    assert found == (moved, 43 * 2 * 3 * 4 + 10 * 2 * 4 * 14)
+
+
 @low_bit
 def test_experts_compute_as_much_whatever_their_weights_are_stored_in():
     x, chosen = randn(3, 64), torch.tensor([[0, 1], [0, 1], [1, 0]])
@@ -343,6 +421,7 @@ def test_experts_compute_as_much_whatever_their_weights_are_stored_in():
 def test_storing_moves_keys_and_values_and_not_their_pool():
     k, pool = randn(3, 2, 8), randn(9, 16, 2, 8)
     assert cost("store_kv", None, [(0, 3)], k, k, pool, pool, None) == (4 * 3 * 2 * 8 * 4, 0)
+    assert cost("store_kv", None, [(0, 3)], k, None, pool, None, None) == (2 * 3 * 2 * 8 * 4, 0)
 
 
 def test_any_other_operation_moves_its_tensors_once():
@@ -787,6 +866,129 @@ def test_attention_over_blocks_equals_loops_in_float64(
         row += n
 
 
+def stored(spans, size, shared, dim, values, dtype=torch.float32, window=0):
+    """Tables of requests [(n, length)], pools in which everything but what a row of them sees is
+    NaN, and what each request stored. Blocks before the window are block 0; values shorter than
+    keys are the first part of them. Index keys, of size 4, have a few values only."""
+    needs = [-(-length // size) for _, length in spans]
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(len(spans))) + 1
+    tables = [table.tolist() for table in order.split(needs)]
+    shapes = [(shared, dim), (shared, values), (4,)]
+    pools = [torch.full((len(order) + 2, size, *x), math.nan, dtype=dtype) for x in shapes]
+    if values < dim:
+        pools[1] = pools[0][..., :values]
+    whole = []
+    for i, ((n, length), table) in enumerate(zip(spans, tables)):
+        found = [randn(length, *x, seed=10 * i + j, dtype=dtype) for j, x in enumerate(shapes)]
+        if values < dim:
+            found[1] = found[0][..., :values]
+        found[2] = found[2].round()
+        first = max(length - n - window + 1, 0) if window else 0
+        places = places_of(table, length, size)[first:]
+        for pool, content in zip(pools, found):
+            pool.flatten(0, 1)[places] = content[first:]
+        table[: first // size] = [0] * (first // size)
+        whole.append(found)
+    return tables, pools, whole
+
+
+def assert_rows(out, spans, whole, wanted, bound):
+    """Each request's rows of out are wanted(rows, request's number, n, start, what it stored)."""
+    row = 0
+    for i, (n, length) in enumerate(spans):
+        exact = wanted(slice(row, row + n), length - n, *whole[i])
+        error = (out[row : row + n].double() - exact).abs().max()
+        assert error <= bound, f"{error:.2g} off, rows {row} to {row + n}"
+        row += n
+    assert out[row:].eq(0).all()
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 24, 500])
+@pytest.mark.parametrize("spans", STEPS, ids=str)
+def test_attention_in_a_window_equals_loops_in_float64(spans, window):
+    tables, (keys, values, _), whole = stored(spans, 8, 2, 4, 4, window=window)
+    found = viewed(spans, tables, window=window, padded=2)
+    q = randn(len(found.slots), 4, 4, seed=99)
+    q[found.rows :] = math.nan
+    out = attention(q, keys, values, found, window=window, scale=0.7)
+    assert_rows(out, spans, whole, lambda rows, start, k, v, _: (
+        loops(q[rows], k, v, start, True, window, 0.7)
+    ), 1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, dim, values", [(3, 24, 16), (20, 16, 12), (1, 576, 512)])
+@pytest.mark.parametrize("spans", STEPS[:4], ids=str)
+def test_attention_over_latents_equals_loops_in_float64(spans, heads, dim, values, dtype):
+    """Values are the first part of keys, in the same memory; the products' scale is given."""
+    tables, (keys, latents, _), whole = stored(spans, 8, 1, dim, values, dtype)
+    assert latents.data_ptr() == keys.data_ptr()
+    found = viewed(spans, tables, dtype=dtype, padded=1)
+    q = randn(len(found.slots), heads, dim, seed=99, dtype=dtype)
+    out = attention(q, keys, latents, found, scale=0.2)
+    assert out.shape == (len(q), heads, values) and out.dtype == dtype
+    assert_rows(out, spans, whole, lambda rows, start, k, v, _: (
+        loops(q[rows], k, v, start, scale=0.2)
+    ), 1e-5 if dtype == torch.float32 else 0.03)  # fmt: skip
+
+
+def chosen_by_hand(q, keys, weights, start, top):
+    """Each row's positions: the highest scores, the older of equal ones. All numbers are small
+    integers, so that sums are exact whatever their order."""
+    found = []
+    for i, row in enumerate(q.double()):
+        products = (keys[: start + i + 1].double() @ row.T).clamp(min=0)  # (N, H)
+        scores = (products @ weights[i].double()).tolist()
+        found.append(sorted(range(len(scores)), key=lambda p: (-scores[p], p))[:top])
+    return found
+
+
+@pytest.mark.parametrize("top", [1, 2, 7, 16, 40, 1000])
+@pytest.mark.parametrize("spans", STEPS, ids=str)
+def test_sparse_attention_equals_loops_over_what_is_chosen_by_hand(spans, top, monkeypatch):
+    """Scores are small integers, so many are equal; relu makes many of them 0."""
+    monkeypatch.setattr(kernels, "CHOOSING", 3)
+    tables, (keys, values, index), whole = stored(spans, 8, 1, 24, 16)
+    found = viewed(spans, tables, padded=2)
+    q, index_q = randn(len(found.slots), 3, 24, seed=99), randn(len(found.slots), 2, 4, seed=98)
+    index_q, weights = index_q.round(), randn(len(q), 2, seed=97).round()
+    out = sparse_attention(q, keys, values, found, index_q, index, weights, top, 0.3)
+    assert_rows(out, spans, whole, lambda rows, start, k, v, index: (
+        loops(q[rows], k, v, start, scale=0.3, chosen=chosen_by_hand(
+            index_q[rows], index, weights[rows], start, top
+        ))
+    ), 1e-5)  # fmt: skip
+
+
+def test_sparse_attention_that_chooses_all_is_attention():
+    spans = STEPS[2]
+    tables, (keys, values, index), _ = stored(spans, 8, 1, 24, 16)
+    found = viewed(spans, tables)
+    q, index_q = randn(len(found.slots), 3, 24), randn(len(found.slots), 2, 4)
+    weights = randn(len(q), 2)
+    out = sparse_attention(q, keys, values, found, index_q, index, weights, 208, 0.3)
+    assert torch.equal(out, attention(q, keys, values, found, scale=0.3))
+
+
+def test_sparse_attention_reads_no_key_that_is_not_chosen():
+    """All but the chosen are NaN: not even weighted with 0."""
+    spans, top = [(1, 20), (3, 30), (1, 25)], 4
+    tables, (keys, values, index), whole = stored(spans, 8, 1, 24, 16)
+    found, rows = viewed(spans, tables), 5
+    index_q, weights = randn(rows, 2, 4, seed=98).round(), randn(rows, 2, seed=97).round()
+    q, used, row = randn(rows, 3, 24), set(), 0
+    before = sparse_attention(q, keys, values, found, index_q, index, weights, top)
+    for (n, length), table, (_, _, k) in zip(spans, tables, whole):
+        mine = slice(row, row + n)
+        chosen = chosen_by_hand(index_q[mine], k, weights[mine], length - n, top)
+        used |= {places_of(table, length, 8)[p] for one in chosen for p in one}
+        row += n
+    keys.flatten(0, 1)[sorted(set(range(len(keys) * 8)) - used)] = math.nan
+    assert torch.equal(
+        sparse_attention(q, keys, values, found, index_q, index, weights, top), before
+    )
+
+
 def test_attention_takes_queries_that_are_a_slice_of_a_larger_tensor():
     """As a model has them: q, k and v of a row lie in one tensor, next to each other."""
     heads = randn(3, 8, 4)
@@ -812,6 +1014,22 @@ def test_long_bfloat16_chunks_are_as_exact_as_their_values(before, causal, heads
     found = kernels._attend_tiles(q, k, v, causal)
     exact = loops(q, k, v, before, causal)
     assert (found.double() - exact).abs().max() <= 2.0**-8 * v.abs().max()
+
+
+@pytest.mark.parametrize("dim, values, shared", [(16, 16, 2), (24, 16, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 1, 100, 300])
+def test_long_chunks_see_their_windows_and_latents(window, dtype, dim, values, shared):
+    """Tiles of 128 rows: each has keys of its own."""
+    spans = [(200, 350)]
+    tables, (keys, held, _), whole = stored(spans, 8, shared, dim, values, dtype, window)
+    q = randn(200, 6, dim, seed=99, dtype=dtype)
+    found = viewed(spans, tables, dtype=dtype, window=window)
+    out = attention(q, keys, held, found, window=window, scale=0.5)
+    bound = 1e-5 if dtype == torch.float32 else 2.0**-8 * whole[0][1].abs().max()
+    assert_rows(out, spans, whole, lambda rows, start, k, v, _: (
+        loops(q[rows], k, v, start, True, window, 0.5)
+    ), bound)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -915,6 +1133,37 @@ def test_the_lines_of_a_layout_are_its_tables_whatever_happens_to_them(seed, mon
         for table, line in zip(tables, lines):
             assert view.tables[line, : len(table)].tolist() == table
         assert view.tables.data_ptr() == layout.tables.tensor.data_ptr()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_in_a_window_are_their_tables_from_the_first_block_that_is_read(seed, monkeypatch):
+    """Requests grow by any number of tokens, give back what left the window, are preempted and
+    come again; and what is copied in a step does not grow with the context."""
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    draw, window, size, most = random.Random(seed), 20, 8, 3
+    layout = Layout(90, most, 100, size, torch.device("cpu"), torch.float32, window)
+    copied, fill = [], layout.tables.fill
+    layout.tables.fill = lambda values, start: copied.append(len(values)) or fill(values, start)
+    requests = [[[], 0] for _ in range(most)]  # table, tokens
+    for _ in range(200):
+        spans, row = [], 0
+        for request in requests:
+            if request[1] > 700 or draw.random() < 0.02:
+                request[0].clear()
+                request[1] = 0
+            n, table = draw.choice([1, 1, 1, 5, 30]), request[0]
+            start, request[1] = request[1], request[1] + n
+            table += [draw.randint(1, 99) for _ in range(-(-request[1] // size) - len(table))]
+            gone = max(start - window + 1, 0) // size
+            table[:gone] = [0] * gone
+            spans.append((row, n, start))
+            row += n
+        copied.clear()
+        view = layout.view([table for table, _ in requests], spans)
+        assert all(count <= (window + 30) // size + 2 for count in copied)
+        for (table, _), (_, _, start), span in zip(requests, spans, view.spans.tolist()):
+            first = max(start - window + 1, 0) // size
+            assert view.tables[span[4], first : len(table)].tolist() == table[first:]
 
 
 def test_products_are_left_to_pytorchs_attention_where_onednn_has_no_bfloat16(monkeypatch):
@@ -1081,13 +1330,17 @@ def test_every_kernel_is_compiled_ahead_of_time_in_every_type(arch):
 
 def test_attention_is_compiled_for_every_head_block_number_of_rows_and_split():
     configs = [x.config for x in kernels.launches(90) if x.kernel is kernels.attention_kernel]
-    wanted = {"D": {64, 96, 128, 256}, "S": {8, 16, 256}, "CAUSAL": {True, False}}
+    wanted = {
+        "D": {64, 96, 128, 256, 576}, "S": {1, 8, 16, 64, 256}, "CAUSAL": {True, False},
+        "WINDOW": {0, 512, 4096}, "VALUES": {64, 96, 128, 256, 512},
+    }  # fmt: skip
     for key, values in wanted.items():
         assert {config[key] for config in configs} == values
     assert {config["SPLITS"] for config in configs} == {1, 2, 4, 8, 16}
     assert {1, 4, 5, 7, 8} <= {config["H"] // config["G"] for config in configs}
     tiles = {(config["D"], config["ONE_ROW"], config["BLOCK_M"]) for config in configs}
     assert {(128, True, 16), (128, False, 64), (128, False, 128), (256, False, 64)} <= tiles
+    assert {(576, True, 16), (576, False, 32)} <= tiles
 
 
 def test_the_shapes_are_those_of_the_models():
@@ -1156,7 +1409,29 @@ def run_operations(s, rows, most):
     kernels.draw(scaled, columns, keys, ids, ids)
 
 
-@pytest.mark.parametrize("name", kernels.SHAPES)
+def run_kinds(s, rows, most):
+    """The same of layers with a window, or with latents of which an index chooses."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    spans = empty(rows // most, 5, dtype=torch.int32)
+    tables = empty(len(spans), 256, dtype=torch.int32)
+    view = View(empty(rows, dtype=torch.int64), rows, most, [], spans, tables)
+    q, k, pool = empty(rows, s.H, s.D), empty(rows, s.G, s.D), empty(9, 16, s.G, s.D)
+    if s.window:
+        kernels.store_kv(k, k, pool, pool, view)
+        kernels.attention(q, pool, pool, view, window=s.window)
+        return
+    heads, dim = s.index
+    index = empty(rows, heads, dim), empty(9, 16, dim), empty(rows, heads, dtype=torch.float32)
+    kernels.store_kv(k, None, pool, None, view)
+    kernels.store_kv(index[0][:, :1], None, index[1], None, view)
+    kernels.attention(q, pool, pool[..., : s.values], view)
+    kernels.sparse_attention(q, pool, pool[..., : s.values], view, *index, 2048, 0.1)
+
+
+@pytest.mark.parametrize("name", [*kernels.SHAPES, *kernels.KINDS])
 @pytest.mark.parametrize("rows", [1, 8, 64, 512])
 def test_what_a_step_launches_is_what_is_compiled(name, rows, monkeypatch):
     """Constants, options and the arguments' types, of decodes and of a prompt."""
@@ -1166,9 +1441,12 @@ def test_what_a_step_launches_is_what_is_compiled(name, rows, monkeypatch):
     recorders = [Recorder(kernel) for kernel in ALL.values()]
     for short, recorder in zip(ALL, recorders):
         monkeypatch.setattr(kernels, short, recorder)
-    run_operations(kernels.SHAPES[name], rows, 1)
-    run_operations(kernels.SHAPES[name], rows, rows)
-    assert sum(len(recorder.seen) for recorder in recorders) >= 18
+    for most in (1, rows):
+        if name in kernels.KINDS:
+            run_kinds(kernels.KINDS[name], rows, most)
+        else:
+            run_operations(kernels.SHAPES[name], rows, most)
+    assert sum(len(recorder.seen) for recorder in recorders) >= (4 if name in kernels.KINDS else 18)
     for recorder in recorders:
         for given, constants in recorder.seen:
             types = dict(zip(recorder.kernel.arg_names, map(kind, given)))
@@ -1193,7 +1471,7 @@ def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
     def kinds(given):
         return [x.shape if isinstance(x, torch.Tensor) else x for x in given]
 
-    for name in ("attention_kernel", "combine_kernel", "store_kernel"):
+    for name in ("attention_kernel", "combine_kernel", "store_kernel", "index_kernel"):
         monkeypatch.setattr(kernels, name, Noted())
     pool = torch.zeros(500, 8, 2, 16)
     for lengths in ((most, most), (most + 3, most + 200), (most + 900, most)):
@@ -1204,8 +1482,13 @@ def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
         found.append([])
         k = torch.zeros(2 * most, 2, 16)
         store_kv(k, k, pool, pool, view)
-        attention(torch.zeros(2 * most, 4, 16), pool, pool, view)
-    assert found[0] == found[1] == found[2] and len(found[0]) >= 2
+        q, index = torch.zeros(2 * most, 4, 16), torch.zeros(500, 8, 4)
+        attention(q, pool, pool, view)
+        attention(q, pool, pool, view, window=20)
+        latent, index_q = pool[:, :, :1], torch.zeros(2 * most, 2, 4)
+        weights = torch.zeros(2 * most, 2)
+        sparse_attention(q, latent, latent[..., :8], view, index_q, index, weights, 10)
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 5
 
 
 FINE = kernels.Compiled(128, 0, 40.0, 4, "mma", 64, 0)  # a decode tile's
@@ -1269,8 +1552,10 @@ def covering(arch):
         c = launch.config
         if launch.kernel is kernels.attention_kernel:
             rows = 1 if c["ONE_ROW"] else 5 if c["BLOCK_M"] < 64 else 512
-            key = (launch.kernel, launch.dtype, c["D"], rows)
-            place = [64, 96, 128, 256].index(c["D"]) + list(kernels.ELEMENTS).index(launch.dtype)
+            key = (launch.kernel, launch.dtype, c["D"], rows, c["WINDOW"])
+            place = [64, 96, 128, 256, 576].index(c["D"]) + list(kernels.ELEMENTS).index(
+                launch.dtype
+            )
             if (place + rows % 4) % 3 == turn:
                 chosen[str(key)] = launch
         else:
@@ -1303,9 +1588,9 @@ def test_the_covering_has_every_kernel_type_and_head_size_on_every_gpu():
         assert {id(launch.kernel) for launch in chosen} == set(map(id, ALL.values()))
         assert {launch.dtype for launch in chosen} == set(kernels.ELEMENTS)
         assert {x.config["D"] for x in chosen if "OPERAND" in x.config and "D" in x.config} == {
-            64, 96, 128, 256
+            64, 96, 128, 256, 576
         }  # fmt: skip
-    assert count <= 60
+    assert count <= 75
 
 
 @pytest.mark.slow
@@ -1379,6 +1664,12 @@ def test_keys_of_another_shape_than_the_pools_are_refused():
         attention(randn(1, 3, 2), keys, values, viewed([(1, 2)], [[1]], 4))
     with pytest.raises(IndexError):
         store_kv(randn(1, 2, 2), randn(1, 2, 2), keys, values, View(torch.tensor([12]), 1))
+
+
+def test_a_window_without_causal_rows_is_refused():
+    pool, found = torch.zeros(3, 8, 1, 2), viewed([(1, 2)], [[1]], window=5)
+    with pytest.raises(ValueError, match="window of 5 tokens needs causal rows"):
+        attention(randn(1, 3, 2), pool, pool, found, causal=False, window=5)
 
 
 def test_a_mask_shorter_than_the_vocabulary_is_refused():

@@ -153,20 +153,23 @@ def mixture(name, size):
     }[name]
 
 
-def laid_out(spans, size, blocks, shared, padded=0):
-    """Tables and the View of requests [(n, length)], in buffers with garbage behind them."""
+def laid_out(spans, size, blocks, shared, padded=0, window=0):
+    """Tables and the View of requests [(n, length)], in buffers with garbage behind them. Blocks
+    that left the window are block 0."""
     order = list(range(1, blocks - 1))  # 0 and the last are nobody's
     random.Random(size).shuffle(order)
     tables, head = [], [order.pop()]
-    for _, length in spans:
+    for n, length in spans:
         need = -(-length // size)
         if shared and need > 1:  # its first block is that of others too
             tables.append(head + [order.pop() for _ in range(need - 1)])
         else:
             tables.append([order.pop() for _ in range(need)])
+        gone = max(length - n - window + 1, 0) // size if window else 0
+        tables[-1][:gone] = [0] * gone
     count, width = sum(n for n, _ in spans), max(map(len, tables))
     layout = kernels.Layout(
-        count + padded + 5, len(spans) + padded + 3, width + 2, size, DEVICE, torch.float32
+        count + padded + 5, len(spans) + padded + 3, width + 2, size, DEVICE, torch.float32, window
     )
     layout.tables.tensor.fill_(blocks - 1)
     layout.spans.tensor.copy_(torch.tensor([0, 1, 3, 4, 0] * (len(spans) + padded + 3)))
@@ -180,14 +183,16 @@ def places(table, length, size):
     return [table[p // size] * size + p % size for p in range(length)]
 
 
-def exact(q, k, v, causal):
+def exact(q, k, v, causal, window=0, chosen=None):
     """float64 attention of the last rows of a request, q (n, H, D), k, v (N, G, D); and for
-    each row and head the largest value that it sees."""
+    each row and head the largest value that it sees. chosen: (n, N), what it sees of that."""
     n, heads, dim = q.shape
     q, k, v = (x.double().cpu() for x in (q, k, v))
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("nhd,khd->nhk", q, k) / math.sqrt(dim)
-    seen = torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n if causal else len(k))[:, None]
+    seen = torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n if causal else len(k))
+    seen = seen.triu(len(k) - n - window + 1) if window else seen
+    seen = (seen if chosen is None else seen & chosen.cpu())[:, None]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     largest = (v.abs().amax(-1).T[None] * seen).amax(-1)  # (n, H)
     return torch.einsum("nhk,khd->nhd", weights, v), largest
@@ -274,6 +279,144 @@ def test_a_line_that_sees_nothing_of_a_part_takes_nothing_of_it(guard, monkeypat
     at = places(tables[0], 80, 16)
     k, v = keys.flatten(0, 1)[at], values.flatten(0, 1)[at]
     assert rounded_once(found.cpu(), exact(q, k, v, True)[0])
+
+
+HALVES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("case", pairwise(
+    mix=["alone", "edges", "padded", "chunks", "verified", "mixed"],
+    window=["1", "S - 1", "S", "S + 1", "3 S", "500", "none"],
+    heads=[(2, 2), (6, 2), (5, 1)],
+    dims=[(16, 16), (24, 16), (16, 12)],
+    size=[8, 16],
+    dtype=[torch.float32, *HALVES],
+    splits=[1, 4],
+))  # fmt: skip
+def test_attention_in_windows_and_over_latents_is_that_of_float64(case, guard, monkeypatch):
+    window_case(guard, monkeypatch, **case)
+
+
+def window_case(guard, patch, mix, window, heads, dims, size, dtype, splits):
+    """Everything but what the rows see is NaN, block 0 too."""
+    patch.setattr(kernels, "key_splits", lambda programs, block_m: splits)
+    windows = {"S - 1": size - 1, "S": size, "S + 1": size + 1, "3 S": 3 * size, "none": 0}
+    window = windows[window] if window in windows else int(window)
+    (H, G), (spans, padded), (dim, short) = heads, mixture(mix, size), dims
+    spans = [(n, length + 2 * size) for n, length in spans]
+    blocks = 4 + sum(-(-length // size) for _, length in spans)
+    tables, view = laid_out(spans, size, blocks, False, padded, window)
+    pools = [torch.full((blocks, size, G, dim), math.nan, dtype=dtype) for _ in "kv"]
+    for i, (table, (n, length)) in enumerate(zip(tables, spans)):
+        at = places(table, length, size)[kernels.first_seen(length - n, window) :]
+        for pool, seed in zip(pools, (1, 2)):
+            pool.flatten(0, 1)[at] = randn(len(at), G, dim, seed=10 * i + seed, dtype=dtype).cpu()
+    keys, values = (guard.around(pool, math.nan) for pool in pools)
+    values = keys[..., :short] if short < dim else values
+    q = randn(sum(n for n, _ in spans) + padded, H, dim, dtype=dtype)
+    out = kernels.attention(guard.columns(q, 1, 2), keys, values, view, True, window)
+    assert out.shape == (*q.shape[:2], short)
+    row = 0
+    for table, (n, length) in zip(tables, spans):
+        at = places(table, length, size)[kernels.first_seen(length - n, window) :]
+        k, v = (pool.flatten(0, 1)[at] for pool in (keys, values))
+        wanted, largest = exact(q[row : row + n], k, v, True, window)
+        error = (out[row : row + n].double().cpu() - wanted).abs().amax(-1)
+        bound = 1e-5 if dtype == torch.float32 else ROUNDINGS * HALF_STEP[dtype] * largest
+        assert (error <= bound).all(), f"{error.max():.2g} off, rows {row} to {row + n}"
+        row += n
+    assert out[row:].eq(0).all(), "padded rows are not 0"
+
+
+@pytest.mark.parametrize("mix", ["verified", "padded", "chunks"])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window, dims", [("S", (16, 16)), ("S + 1", (24, 16)), ("none", (16, 12))])
+def test_windows_of_a_few_rows(window, mix, dims, splits, guard, monkeypatch):
+    """Small enough for the mutations."""
+    case = {"heads": (3, 1), "dims": dims, "size": 8, "dtype": torch.float32}
+    window_case(guard, monkeypatch, mix=mix, window=window, splits=splits, **case)
+
+
+@pytest.mark.parametrize("H", [3, 20, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mix", ["padded", "verified"])
+def test_heads_that_share_a_key_may_be_more_than_a_tile_has(H, mix, guard, monkeypatch):
+    case = {"heads": (H, 1), "dims": (24, 16), "size": 8, "dtype": torch.float32}
+    window_case(guard, monkeypatch, mix=mix, window="none", splits=1, **case)
+
+
+@pytest.mark.parametrize("top", [1, 5, 16, 200])
+@pytest.mark.parametrize("mix", ["padded", "verified"])
+def test_sparse_attention_reads_what_is_chosen(mix, top, guard):
+    sparse_case(guard, mix, top)
+
+
+@pytest.mark.parametrize("H, Hi, dims, dtype", [
+    (20, 1, (24, 16), torch.float32), (1, 70, (16, 12), torch.float32),
+    *[(3, 4, (16, 12), dtype) for dtype in HALVES],
+])  # fmt: skip
+def test_sparse_attention_of_other_heads_and_types(H, Hi, dims, dtype, guard, monkeypatch):
+    monkeypatch.setattr(kernels, "SCORES", 100)  # a row at a time
+    sparse_case(guard, "mixed", 9, H, Hi, dims, dtype)
+
+
+def sparse_case(guard, mix, top, H=3, Hi=2, dims=(24, 16), dtype=torch.float32):
+    """Scores are small integers: many are equal, and many 0. NaN is where nobody has written."""
+    size, (spans, padded), (dim, short) = 8, mixture(mix, 8), dims
+    blocks = 4 + sum(-(-length // size) for _, length in spans)
+    tables, view = laid_out(spans, size, blocks, False, padded)
+    count = sum(n for n, _ in spans) + padded
+    keys = torch.full((blocks, size, 1, dim), math.nan, dtype=dtype)
+    index = torch.full((blocks, size, 4), math.nan, dtype=dtype)
+    for i, (table, (_, length)) in enumerate(zip(tables, spans)):
+        at = places(table, length, size)
+        keys.flatten(0, 1)[at] = randn(length, 1, dim, seed=10 * i, dtype=dtype).cpu()
+        index.flatten(0, 1)[at] = randn(length, 4, seed=10 * i + 1, dtype=dtype).round().cpu()
+    keys, index = guard.around(keys, math.nan), guard.around(index, math.nan)
+    q = randn(count, H, dim, dtype=dtype)
+    index_q = guard.around(randn(count, Hi, 4, seed=98, dtype=dtype).round())
+    weights = guard.around(randn(count, Hi, seed=97).round())
+    columns = guard.columns(q, 1, 2)
+    out = kernels.sparse_attention(
+        columns, keys, keys[..., :short], view, index_q, index, weights, top
+    )
+    assert out.shape == (count, H, short)
+    row = 0
+    for table, (n, length) in zip(tables, spans):
+        at, rows = places(table, length, size), slice(row, row + n)
+        k = keys.flatten(0, 1)[at]
+        chosen = kernels.choose(index_q[rows], index.flatten(0, 1)[at], weights[rows], top)
+        wanted, largest = exact(q[rows], k, k[..., :short], True, chosen=chosen)
+        error = (out[rows].double().cpu() - wanted).abs().amax(-1)
+        bound = 1e-5 if dtype == torch.float32 else ROUNDINGS * HALF_STEP[dtype] * largest
+        assert (error <= bound).all(), f"{error.max():.2g} off, rows {row} to {row + n}"
+        row += n
+    assert out[row:].eq(0).all(), "padded rows are not 0"
+
+
+def test_what_is_not_chosen_is_not_read(guard):
+    """Index keys say which: of 30 tokens those at 3 and 17, the rest is NaN."""
+    tables, view = laid_out([(1, 30)], 8, 8, False)
+    at = places(tables[0], 30, 8)
+    keys = torch.full((8, 8, 1, 24), math.nan)
+    index = torch.zeros(8, 8, 4)
+    for p in (3, 17):
+        keys.flatten(0, 1)[at[p]], index.flatten(0, 1)[at[p]] = randn(1, 24, seed=p).cpu(), 1.0
+    keys, index, ones = (guard.around(x) for x in (keys, index, torch.ones(1, 2, 4)))
+    q = guard.around(randn(1, 3, 24))
+    out = kernels.sparse_attention(q, keys, keys[..., :16], view, ones, index, ones[..., 0], 2)
+    k = keys.flatten(0, 1)[[at[3], at[17]]]
+    assert rounded_once(out.cpu(), exact(q, k, k[..., :16], False)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_without_values_go_where_the_slots_say(dtype, guard):
+    k, pool = randn(3, 2, 12, dtype=dtype), guard.empty(2, 8, 12, dtype=dtype)
+    pool.fill_(7)
+    before = pool.clone()
+    slots = guard.around(torch.tensor([9, -1, 3]))
+    kernels.store_kv(guard.columns(k, 1, 1)[:, :1], None, pool, None, kernels.View(slots, 2))
+    before.flatten(0, 1)[[9, 3]] = k[[0, 2], 0]
+    assert torch.equal(pool, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

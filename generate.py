@@ -598,7 +598,7 @@ class Engine:
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes of cache that a request of so many tokens takes."""
-        return kv_cache.stored_bytes(self.config.specs, tokens, self.dtype.itemsize)
+        return kv_cache.request_bytes(self.config.specs, tokens, self.dtype.itemsize)
 
     def _cache(self, rooms: list[paged.Room], block_size: int, budget: int, max_running: int):
         try:

@@ -28,8 +28,14 @@ Try           python kv_cache.py                     bytes and FLOPs against len
 Imports       kernels (plain attention).
 """
 
+import argparse
+import json
 import math
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,12 +52,17 @@ class LayerSpec:
     kind      of every token, unless it says otherwise
     full      keys and values of `heads` heads, of size `dim`
     sliding   the same of the last `window` tokens
+    chunked   the same of the tokens since the last multiple of `window` (Llama 4)
     latent    one vector of size `dim` that all heads share: it is their key, and its first
               `values` elements are their value (DeepSeek-AI 2405.04434)
     sparse    the same, and an index key of size `index`, by which a row chooses the `top` tokens
-              it reads (DeepSeek-AI 2512.02556)
+              it reads (DeepSeek-AI 2512.02556); index 0: it reads those of the layer before it
     linear    of all tokens together a state (heads, dim, values) in float32, and of the last
               `conv[0]` tokens `conv[1]` channels (Yang et al. 2412.06464)
+    kda       the same, gated channel by channel (Kimi Team 2510.26692)
+    mamba2    the same, made of pieces of `window` tokens (Dao & Gu 2405.21060)
+    shared    nothing: it reads what an earlier layer keeps, all or the last `window` tokens
+    none      nothing: it has no attention
     """
 
     kind: str
@@ -62,6 +73,8 @@ class LayerSpec:
     index: int = 0
     top: int = 0
     conv: tuple[int, int] = (0, 0)
+    state: int = 4  # bytes of a number of its state, where servers that are sized keep it
+    groups: int = 1  # of a state's heads: what tensor parallelism must not cut
 
     @property
     def grows(self) -> bool:
@@ -71,80 +84,178 @@ class LayerSpec:
     @property
     def elements_per_token(self) -> int:
         """Numbers it stores of each token that it keeps; 0: a state, whatever the length."""
-        if self.kind == "linear":
+        if self.kind in STATES or self.kind in ("shared", "none"):
             return 0
         values = 0 if self.kind in ("latent", "sparse") else self.values or self.dim
         return self.heads * (self.dim + values) + self.index
 
 
-DENSE = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text"}
-HYBRID = {"qwen3_next", "qwen3_5_text"}
-LATENT = {"deepseek_v3", "deepseek_v32"}
-
-
-GEMMA = {  # transformers' defaults, which the published config of Gemma 3 4B leaves out
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
+STATES = ("linear", "kda", "mamba2")
+PLAIN = {
+    "llama", "smollm3", "qwen2", "qwen3", "qwen3_moe", "olmo2", "granite", "glm4", "glm4_moe",
+    "minimax_m2", "llama4_text",
+}  # fmt: skip
+WINDOWED = {  # model_type -> its window, and every how many layers one is full, by default
+    "mistral": (4096, 0), "ministral3": (None, 0), "mixtral": (None, 0), "phi3": (None, 0),
+    "gpt_oss": (128, 2), "gemma2": (4096, 2), "gemma3_text": (4096, 6), "gemma4_text": (512, 6),
+    "exaone4": (4096, 4), "cohere2": (4096, 4), "olmo3": (4096, 4),
+}  # fmt: skip
+HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemotron_h"}
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear"}
+FAMILIES = PLAIN | set(WINDOWED) | HYBRID | LATENT
+UNSIZED = {  # model_type -> why no formula here covers it
+    "deepseek_v4": "windows and compressed tokens share a pool that no formula here covers",
+    "minimax_m3": "what its block-sparse layers keep of their index is not published",
 }
-NESTED = {
-    "qwen3_5": "qwen3_5_text",
-    "gemma3": "gemma3_text",
-}  # model_type of a model that also sees -> of its text part
+DEFAULTS = {  # fields that configs leave out, as transformers' classes have them
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
+    "gemma2": {"head_dim": 256}, "gemma4_text": {"head_dim": 256}, "gpt_oss": {"head_dim": 64},
+    "minimax_m2": {"head_dim": 128}, "glm4": {"head_dim": 128}, "llama4_text": {"head_dim": 128},
+    "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
+}  # fmt: skip
 
 
 def text(config: dict) -> dict:
-    """config.json, or of a model that also sees what it says about text."""
-    family = NESTED.get(config.get("model_type"))
-    if family is None:
-        return config
-    if not isinstance(config.get("text_config"), dict):
-        raise ValueError(f"config: text_config is {config.get('text_config')!r}, not an object")
-    absent = GEMMA if family == "gemma3_text" else {}
-    return {**absent, **config, **config["text_config"], "model_type": family}
+    """A config with the defaults of its model_type; of a model that also sees, its text part."""
+    inner = config.get("text_config")
+    seeing = config.get("model_type") in (
+        "gemma3",
+        "gemma4",
+        "llama4",
+        "mistral3",
+        "qwen3_5",
+        "qwen3_5_moe",
+    )
+    if not isinstance(inner, dict) and (seeing or inner is not None):
+        raise ValueError(f"config: text_config is {inner!r}, not an object")
+    config = config | (inner or {})
+    return DEFAULTS.get(config.get("model_type"), {}) | config
 
 
 def layers(config: dict) -> list[LayerSpec]:
     """One LayerSpec per layer of a checkpoint's config.json.
 
-    ValueError names an unknown model_type, a missing field, or head counts that do not divide.
+    ValueError names an unknown model_type or kind of layer, a missing field, or head counts that
+    do not divide: no layer is ever counted as something it is not.
 
     Example: Llama-3.1-8B has 32 layers of 8 heads x 128: 2 * 8 * 128 elements a layer, so
     32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
     """
     config = text(config)
     family = config.get("model_type")
-    if family not in DENSE | HYBRID | LATENT:
-        raise ValueError(
-            f"model_type {family!r} is not one of {', '.join(sorted(DENSE | HYBRID | LATENT))}"
-        )
-    count = positive(config, "num_hidden_layers")
+    if family in UNSIZED:
+        raise ValueError(f"model_type {family!r} is not sized: {UNSIZED[family]}")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {family!r} is not one of {', '.join(sorted(FAMILIES))}")
+    types = _types(config, positive(config, "num_hidden_layers"))
+    specs = [_spec(config, kind, layer) for layer, kind in enumerate(types)]
+    first = len(specs) - _whole(config, "num_kv_shared_layers")
+    if first < 1:
+        raise ValueError(f"num_kv_shared_layers leaves none of {len(specs)} layers to share")
+    return specs[:first] + [replace(spec, kind="shared") for spec in specs[first:]]
+
+
+def _types(config: dict, count: int) -> list[str]:
+    """Each layer's kind, by the names of `layer_types`, from the ways in which configs say it."""
+    family = config["model_type"]
+    others = ["chunked_attention"] if family == "llama4_text" else ["sliding_attention"]
+    if family in HYBRID | LATENT:
+        others = ["linear_attention", "mlp", "moe"] if family in HYBRID else ["indexed_attention"]
+    listed = config.get("layer_types") or _listed(config, count)
+    unknown = {str(kind) for kind in listed} - {"full_attention", *others}
+    if unknown or len(listed) != count:
+        raise ValueError(f"layer_types of {count} layers: {unknown or len(listed)}")
+    return [*listed[:-1], "full_attention"] if family == "gemma4_text" else listed
+
+
+def _listed(config: dict, count: int) -> list[str]:
+    """The kinds where there is no `layer_types`."""
+    family, all_of_them = config["model_type"], range(1, count + 1)
+    if family == "nemotron_h":
+        names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+        return [names.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+    if family == "kimi_linear":
+        full, kda = (config["linear_attn_config"][x] for x in ("full_attn_layers", "kda_layers"))
+        if sorted(full + kda) != list(all_of_them):
+            raise ValueError(f"linear_attn_config does not name each of {count} layers once")
+        return ["full_attention" if layer in full else "linear_attention" for layer in all_of_them]
+    if family == "llama4_text":  # layers that rope turns are chunked: 1 in `no_rope_layers`
+        every = positive(config, "no_rope_layer_interval", 4)
+        turned = config.get("no_rope_layers") or [layer % every for layer in all_of_them]
+        chunks = config.get("attention_chunk_size", 8192)
+        return ["chunked_attention" if x and chunks else "full_attention" for x in turned]
+    if family in HYBRID:
+        every = positive(config, "full_attention_interval", 4)
+        return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    every = every or WINDOWED.get(family, (0, 0))[1]
+    positive({"sliding_window_pattern": every or 1}, "sliding_window_pattern")
+    first = (
+        _whole({"max_window_layers": 28} | config, "max_window_layers")
+        if "use_sliding_window" in config
+        else 0
+    )
+    window = _window(config)
+    slides = [window and x > first and (not every or x % every) for x in all_of_them]
+    return ["sliding_attention" if x else "full_attention" for x in slides]
+
+
+def _window(config: dict) -> int:
+    """Tokens a sliding layer sees; 0: all."""
+    family = config["model_type"]
+    if not flag(config, "use_sliding_window", family in WINDOWED):
+        return 0
+    return _whole({"sliding_window": WINDOWED.get(family, (None,))[0]} | config, "sliding_window")
+
+
+def _whole(config: dict, name: str) -> int:
+    """A field that may be absent, null or 0: 0 then."""
+    return positive(config, name) if config.get(name) else 0
+
+
+def _spec(config: dict, kind: str, layer: int) -> LayerSpec:
+    family = config["model_type"]
+    if kind in ("mlp", "moe"):
+        return LayerSpec("none", 0, 0)
+    if kind == "linear_attention":
+        return {"kimi_linear": _kda, "nemotron_h": _mamba2}.get(family, _linear)(config)
     if family in LATENT:
-        return [_latent(config)] * count
-    kinds = _kinds(config, count)
-    return [_linear(config) if kind == "linear" else _attention(config, kind) for kind in kinds]
+        return _latent(config, layer)
+    if kind == "chunked_attention":
+        return _attention(config, "chunked", positive(config, "attention_chunk_size", 8192))
+    window = _window(config) if kind == "sliding_attention" else 0
+    return _attention(config, "sliding" if window else "full", window)
 
 
-def _attention(config: dict, window: int) -> LayerSpec:
+def _attention(config: dict, kind: str, window: int) -> LayerSpec:
     width, queries = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     heads = positive(config, "num_key_value_heads", queries)
-    dim = positive(config, "head_dim", width // queries)
+    given = config.get("attention_head_dim") or config.get("head_dim")  # the first: Nemotron-H
+    dim = positive({"head_dim": given}, "head_dim", width // queries)
+    if config["model_type"] == "gemma4_text" and kind == "full":
+        dim = positive(config, "global_head_dim", 512)
+        if flag(config, "attention_k_eq_v"):  # one projection; keys are turned, so two are kept
+            heads = positive(config, "num_global_key_value_heads", heads)
     if queries % heads:
         raise ValueError(f"{queries} query heads cannot share {heads} key/value heads evenly")
-    if not config.get("head_dim") and width % queries:
+    if not given and width % queries:
         raise ValueError(f"hidden_size {width} is not a multiple of {queries} heads")
-    return LayerSpec("sliding" if window else "full", heads, dim, window)
+    return LayerSpec(kind, heads, dim, window)
 
 
-def _latent(config: dict) -> LayerSpec:
+def _latent(config: dict, layer: int) -> LayerSpec:
     rank = positive(config, "kv_lora_rank")
     dim = rank + positive(config, "qk_rope_head_dim")
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] not in ("deepseek_v32", "glm_moe_dsa"):
         return LayerSpec("latent", 1, dim, values=rank)
     index, top = positive(config, "index_head_dim"), positive(config, "index_topk")
-    return LayerSpec("sparse", 1, dim, values=rank, index=index, top=top)
+    owner = (config.get("indexer_types") or ["full"] * (layer + 1))[layer]
+    if owner not in ("full", "shared"):
+        raise ValueError(f"indexer_types has {owner!r} for layer {layer}, not full or shared")
+    return LayerSpec("sparse", 1, dim, values=rank, index=index * (owner == "full"), top=top)
 
 
 def _linear(config: dict) -> LayerSpec:
@@ -152,9 +263,31 @@ def _linear(config: dict) -> LayerSpec:
     dim, values = (positive(config, f"linear_{x}_head_dim") for x in ("key", "value"))
     if heads % keys:
         raise ValueError(f"{heads} value heads cannot share {keys} key heads evenly")
-    kernel = positive(config, "linear_conv_kernel_dim")
-    channels = 2 * keys * dim + heads * values
-    return LayerSpec("linear", heads, dim, values=values, conv=(kernel - 1, channels))
+    conv = (positive(config, "linear_conv_kernel_dim") - 1, 2 * keys * dim + heads * values)
+    state = number_bytes(config.get("mamba_ssm_dtype"))
+    return LayerSpec("linear", heads, dim, values=values, conv=conv, state=state, groups=keys)
+
+
+def _kda(config: dict) -> LayerSpec:
+    named = config["linear_attn_config"]
+    heads, dim = positive(named, "num_heads"), positive(named, "head_dim")
+    conv = (positive(named, "short_conv_kernel_size") - 1, 3 * heads * dim)
+    return LayerSpec("kda", heads, dim, values=dim, conv=conv, groups=heads)
+
+
+def _mamba2(config: dict) -> LayerSpec:
+    heads, dim = positive(config, "mamba_num_heads"), positive(config, "mamba_head_dim")
+    groups, size = positive(config, "n_groups"), positive(config, "ssm_state_size")
+    conv = (positive(config, "conv_kernel") - 1, heads * dim + 2 * groups * size)
+    state, chunk = number_bytes(config["mamba_ssm_cache_dtype"]), positive(config, "chunk_size")
+    return LayerSpec("mamba2", heads, dim, chunk, size, conv=conv, state=state, groups=groups)
+
+
+def number_bytes(name: str | None) -> int:
+    """Bytes of a number of a state: 4 if the config says float32, else the model's own 2."""
+    if name not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"state dtype {name!r} is not float32, bfloat16 or float16")
+    return 4 if name == "float32" else 2
 
 
 def positive(config: dict, name: str, default: int | None = None) -> int:
@@ -179,32 +312,6 @@ def flag(config: dict, name: str, default: bool = False) -> bool:
     return default if value is None else bool(value)
 
 
-def _kinds(config: dict, count: int) -> list[int | str]:
-    """Each layer's window in tokens, 0 for none, or "linear", from the ways configs say it."""
-    family = config["model_type"]
-    slides = family in ("mistral", "gemma3_text")
-    window = config.get("sliding_window", 4096 if slides else None) or 0  # as transformers
-    if not flag(config, "use_sliding_window", slides):
-        window = 0
-    if listed := config.get("layer_types"):
-        known = {"full_attention": 0}
-        known |= {"linear_attention": "linear"} if family in HYBRID else {}
-        known |= {"sliding_attention": window} if family not in HYBRID else {}
-        unknown = set(listed) - set(known)
-        if unknown or len(listed) != count:
-            raise ValueError(f"layer_types of {count} layers: {unknown or len(listed)}")
-        return [known[kind] for kind in listed]
-    if family in HYBRID:
-        every = positive(config, "full_attention_interval", 4)
-        return ["linear" if (layer + 1) % every else 0 for layer in range(count)]
-    if family == "gemma3_text":
-        default = positive(config, "_sliding_window_pattern", 6)
-        every = positive(config, "sliding_window_pattern", default)
-        return [window if (layer + 1) % every else 0 for layer in range(count)]
-    first = config.get("max_window_layers", 28) or 0 if "use_sliding_window" in config else 0
-    return [window if layer >= first else 0 for layer in range(count)]
-
-
 def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
     """Bytes one more token takes, over all layers that grow with the context."""
     return sum(s.elements_per_token for s in specs if s.grows) * element_bytes
@@ -218,8 +325,8 @@ def block_bytes(spec: LayerSpec, tokens: int, element_bytes: int) -> int:
     )
 
 
-def stored_bytes(specs: list[LayerSpec], tokens: int, element_bytes: int) -> int:
-    """Bytes that a request of so many tokens takes, over all layers."""
+def request_bytes(specs: list[LayerSpec], tokens: int, element_bytes: int) -> int:
+    """Bytes that a request of so many tokens takes in the caches here, over all layers."""
     kept = [min(tokens, s.window) if s.window else tokens for s in specs]
     return sum(block_bytes(spec, count, element_bytes) for spec, count in zip(specs, kept))
 
@@ -449,23 +556,574 @@ class Slots:
         assert sorted([*self.free, *held]) == list(range(self.total)), "3: a slot was lost"
 
 
+# ---------------------------------------------------------------- sizing, from a config alone
+
+FORMATS = {  # cache format -> bytes a number, bytes beside a vector, numbers packed together
+    **dict.fromkeys(("auto", "bf16", "bfloat16", "fp16", "float16", "f16"), (2, 0, 1)),
+    **dict.fromkeys(("fp32", "float32", "f32"), (4, 0, 1)),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), (1, 0, 1)),
+    **dict.fromkeys(("int8_per_token_head", "fp8_per_token_head"), (1, 4, 1)),
+    "int4_per_token_head": (1 / 2, 4, 2), "nvfp4": (1 / 2 + 1 / 16, 0, 16),
+    "q8_0": (34 / 32, 0, 32), "q5_1": (24 / 32, 0, 32), "q5_0": (22 / 32, 0, 32),
+    "q4_1": (20 / 32, 0, 32), "q4_0": (18 / 32, 0, 32), "iq4_nl": (18 / 32, 0, 32),
+}  # fmt: skip
+
+
+def eight_bits(numbers: int) -> int:
+    """Bytes of numbers in fp8, with a float32 scale of every 128 (DeepSeek-AI 2512.02556)."""
+    return numbers + 4 * (numbers // 128)
+
+
+def row_bytes(spec: LayerSpec, dtype: str = "auto") -> int:
+    """Bytes of one token in a layer: its keys and values, or its latent and its index key.
+
+    8-bit latents of a sparse layer are vLLM's fp8_ds_mla: the value part in 8 bits with a float32
+    scale of every 128, the turned part in 16 bits. ValueError if the format does not fit.
+
+    Example: 512 + 64 latent dimensions: 512 + 4 * 4 + 64 * 2 = 656 bytes.
+    """
+    if dtype not in FORMATS:
+        raise ValueError(f"cache format {dtype!r} is not one of {', '.join(FORMATS)}")
+    if spec.kind in STATES or spec.kind == "none":
+        return 0
+    number, beside, together = FORMATS[dtype]
+    latent = spec.kind in ("latent", "sparse")
+    if (beside or together == 16) if latent else dtype == "fp8_ds_mla":
+        raise ValueError(f"cache format {dtype!r} does not fit layers of the kind {spec.kind!r}")
+    sizes = (spec.dim,) if latent else (spec.dim, spec.values or spec.dim)
+    if any(size % together for size in sizes):
+        raise ValueError(f"cache format {dtype!r} takes {together} numbers at a time, not {sizes}")
+    if dtype == "fp8_ds_mla" or (spec.kind == "sparse" and number == 1):
+        return eight_bits(spec.values) + 2 * (spec.dim - spec.values) + eight_bits(spec.index)
+    return spec.heads * sum(int(number * size) + beside for size in sizes) + eight_bits(spec.index)
+
+
+def state_bytes(spec: LayerSpec, number: int = 0, drafts: int = 0) -> int:
+    """Bytes of a layer's state, of `number` bytes each (0: the config's), and its convolution."""
+    kept, channels = spec.conv
+    state = spec.heads * spec.dim * spec.values * (number or spec.state)
+    return state + (kept + drafts) * channels * 2 if spec.kind in STATES else 0
+
+
+def stored_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 0) -> int:
+    """What a layer keeps of a request of so many tokens."""
+    if spec.kind in STATES or spec.kind in ("shared", "none"):
+        return state_bytes(spec, number)
+    return (min(tokens, spec.window) if spec.window else tokens) * row_bytes(spec, dtype)
+
+
+def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 0) -> int:
+    """What a layer moves of the cache to decode one token after so many.
+
+    A state is read and written. A sparse layer reads every index key and `top` latents. A chunk
+    that has begun anew is half full on average.
+    """
+    if spec.kind in STATES:
+        return 2 * state_bytes(spec, number)
+    keys = eight_bits(spec.index)
+    seen = min(tokens, spec.window or tokens, spec.top or tokens)
+    if spec.kind == "chunked" and tokens > spec.window:
+        seen = spec.window // 2
+    return tokens * keys + seen * (row_bytes(spec, dtype) - keys)
+
+
+def shard(spec: LayerSpec, gpus: int) -> LayerSpec:
+    """One GPU's part of a layer under tensor parallelism: heads divide, then are repeated.
+
+    A latent is whole on each GPU: all its query heads share it.
+    """
+    if spec.kind in ("latent", "sparse", "none"):
+        return spec
+    parts = spec.groups if spec.kind in STATES else spec.heads
+    if parts % gpus and (spec.kind in STATES or gpus % parts):
+        raise ValueError(f"{parts} heads of {spec.kind} layers do not divide over {gpus} GPUs")
+    kept, channels = spec.conv
+    return replace(spec, heads=max(1, spec.heads // gpus), conv=(kept, channels // gpus))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What vLLM makes of a cache, per GPU: all groups take blocks of equal bytes from one pool."""
+
+    block: int  # tokens, the smallest of all groups
+    groups: tuple[tuple[str, int, int, int], ...]  # kind, layers, tokens a block, blocks a request
+    block_bytes: int
+    blocks: int
+    request: int  # blocks that a request of the longest allowed length takes
+    concurrency: float
+    tokens: int  # as the line "GPU KV cache size" has them
+
+
+def plan(
+    specs: list[LayerSpec], memory: int, length: int, dtype: str = "auto",
+    version: tuple[int, ...] = (0, 28), batched: int = 8192, block: int = 0, number: int = 0,
+    drafts: int = 0, prefix: bool = True, stages: int = 1, context: int = 1, hybrid: bool = True,
+) -> Plan:  # fmt: skip
+    """Blocks, capacity and concurrency that vLLM prints for `memory` bytes of cache a GPU.
+
+    specs: one GPU's layers (`shard`), all pipeline stages. length: max_model_len. batched:
+    max_num_batched_tokens. drafts: tokens proposed a step. prefix: prefix caching. context:
+    GPUs of decode context parallelism. hybrid: the manager that frees what left a window.
+    """
+    if not hybrid or version < (0, 9):
+        windows = ("sliding", "chunked")
+        specs = [replace(s, kind="full", window=0) if s.kind in windows else s for s in specs]
+    places = [i for i, s in enumerate(specs) if s.kind not in ("shared", "none")]
+    kinds = Counter(specs[i] for i in places)
+    row = {s: row_bytes(s, dtype) for s in kinds if s.kind not in STATES}
+    if len(row) < len(kinds) and (version < (0, 10) or not row):
+        raise ValueError("states have no page before vLLM 0.10, nor in a model without attention")
+    step = 64 if any(s.kind in ("latent", "sparse") for s in kinds) else 16
+    block, every = block or step, prefix and not drafts and (0, 16) <= version < (0, 27)
+    for s in kinds.keys() - row.keys():  # a page of attention grows until a state fits
+        unit = math.lcm(step, s.window) if every and s.kind == "mamba2" else step
+        block = max(block, unit * -(-state_bytes(s, number, drafts) // (unit * min(row.values()))))
+    page = block * max(row.values())
+    alike = len({s.grows or (s.kind, s.window) for s in kinds}) == 1
+    if not alike and any(page % width for width in row.values()):
+        raise ValueError(f"vLLM has no common page of {sorted(set(row.values()))} bytes a token")
+    groups = [places] if alike else _groups(specs, kinds, version)
+    flight = batched * (1 if version < (0, 26) else 2 if stages == 1 else stages)
+
+    def request(s: LayerSpec, size: int) -> int:
+        """Blocks that a request takes of one group."""
+        if s.kind in STATES and not (every and s.kind == "mamba2"):
+            return 1 + drafts + (prefix and version >= (0, 14))
+        if s.kind == "sliding":  # the oldest block may hold one token of the window
+            return -(-min(s.window - 1 + flight, length) // size) + 1
+        seen = s.window + flight if s.kind == "chunked" else -(-length // context)
+        return -(-min(seen, length) // size)
+
+    def stage_bytes(first: int, end: int) -> int:
+        """Bytes of a block on the GPU that holds these layers."""
+        here = [[specs[i] for i in at if first <= i < end] for at in groups]
+        return block * sum(row[s] for s in here[0]) if alike else page * max(map(len, here))
+
+    depth = [len(specs) // stages] * stages
+    for i in range(len(specs) % stages):  # what is left over goes to the stages before the last
+        depth[-(i + 2)] += 1
+    block_bytes = max(stage_bytes(*ends) for ends in pairwise(accumulate(depth, initial=0)))
+    heads = [specs[at[0]] for at in groups]
+    sizes = [page // row[s] if s in row and not alike else block for s in heads]
+    needs = [request(s, size) for s, size in zip(heads, sizes)]
+    blocks = max(0, memory // block_bytes)
+    concurrency = blocks / sum(needs) if version >= (0, 9) else blocks * block / length
+    tokens = int(concurrency * length)
+    if version <= (0, 20, 0):  # 0.20.1 is the first to print what the concurrency implies
+        tokens = blocks // len(groups) * min(sizes) * context
+    shown = tuple(zip([s.kind for s in heads], map(len, groups), sizes, needs))
+    return Plan(min(sizes), shown, block_bytes, blocks, sum(needs), concurrency, tokens)
+
+
+def _groups(specs: list[LayerSpec], kinds: Counter, version: tuple[int, ...]) -> list[list[int]]:
+    """Layers of a hybrid in groups as large as its rarest kind, or its most frequent one."""
+    least, most = min(kinds.values()), max(kinds.values())
+    slack = 1.5 if version >= (0, 18) else 1.25 if version >= (0, 12) else 1
+    size, groups = most if most < slack * least else least, []
+    for spec, count in kinds.items():
+        cuts, same = -(-count // size), [i for i, s in enumerate(specs) if s == spec]
+        groups += [same[i::cuts] for i in range(cuts)]
+    return groups
+
+
 # ---------------------------------------------------------------- the experiment
 
+GPUS = {  # name -> GiB as CUDA reports them, which is less than on the box
+    "t4": 14.56, "l4": 22.03, "rtx3090": 23.56, "rtx4090": 23.52, "rtx5090": 31.36,
+    "a100-40gb": 39.39, "a100": 79.14, "l40s": 44.4, "h100": 79.19, "rtxpro6000": 94.97,
+    "gb10": 119.68, "h200": 139.81, "b200": 178.35,
+}  # fmt: skip
+BYTES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+BITS = {"bf16": 16, "fp8": 8, "int4": 4.5}  # of a weight; int4: with a 16-bit scale of every 32
 
-def parameters(config: dict, specs: list[LayerSpec]) -> int:
-    """Weights a token is multiplied with: projections, one MLP (or its experts), logits."""
-    width, queries = config["hidden_size"], config["num_attention_heads"]
-    mlp = config["intermediate_size"]
-    if config.get("num_experts"):
-        mlp = config["moe_intermediate_size"] * config["num_experts_per_tok"]
-    layer = width * specs[0].dim * (2 * queries + 2 * specs[0].heads) + 3 * width * mlp
-    return len(specs) * layer + width * config["vocab_size"]
+
+def parameters(config: dict) -> int:
+    """Weights of a language model.
+
+    Matrices only: no norms, biases, vision or draft layers, under 3% together. ValueError names a
+    field that is missing: a config for sizing a cache need not have them all.
+    """
+    config = text(config)
+    specs, width = layers(config), positive(config, "hidden_size")
+    tied = flag(config, "tie_word_embeddings", config["model_type"].startswith("gemma"))
+    ends = width * positive(config, "vocab_size") * (1 if tied else 2)
+    mixers = sum(_mixer(config, spec, width) for spec in specs)
+    return ends + mixers + sum(_mlp(config, layer, width) for layer in range(len(specs)))
+
+
+def _mixer(config: dict, spec: LayerSpec, width: int) -> int:
+    """Weights of a layer's attention, or of what it has instead."""
+    if spec.kind == "none":
+        return 0
+    inner = spec.heads * spec.dim  # of a state's values; of keys else
+    if spec.kind == "mamba2":
+        return width * (3 * inner + 2 * spec.groups * spec.values + spec.heads)
+    if spec.kind == "kda":  # two gates of low rank, and one number a head
+        return width * (4 * inner + spec.heads) + 2 * spec.dim * (width + inner)
+    if spec.kind == "linear":
+        values = spec.heads * spec.values
+        return width * (2 * spec.groups * spec.dim + 3 * values + 2 * spec.heads)
+    queries = positive(config, "num_attention_heads")
+    if spec.kind in ("latent", "sparse"):
+        rank, rope = spec.values, spec.dim - spec.values
+        nope, value = positive(config, "qk_nope_head_dim"), positive(config, "v_head_dim")
+        low = config.get("q_lora_rank") or 0
+        asked = low * (width + queries * (nope + rope)) if low else width * queries * (nope + rope)
+        heads = positive(config, "index_n_heads") if spec.index else 0
+        index = heads * (low * spec.index + width) + width * spec.index
+        kept = width * spec.dim + rank * queries * (nope + value)
+        return asked + index + kept + queries * value * width
+    gate = flag(config, "attn_output_gate", config["model_type"] == "qwen3_next")
+    keys = 1 if spec.kind == "full" and config.get("attention_k_eq_v") else 2
+    return width * (spec.dim * queries * (3 if gate else 2) + keys * inner)
+
+
+def _mlp(config: dict, layer: int, width: int) -> int:
+    """Weights of a layer's MLP, or of all its experts."""
+    family, matrices, dense = config["model_type"], 3, "intermediate_size"
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((config[name] for name in names if config.get(name)), 0)
+    if family == "nemotron_h":
+        matrices = 2
+        kind = _types(config, positive(config, "num_hidden_layers"))[layer]
+        if kind not in ("mlp", "moe"):
+            return 0
+        experts *= kind == "moe"
+    elif (layer + 1) % positive(config, "interleave_moe_layer_step", 1):
+        experts, dense = 0, "intermediate_size_mlp"
+    elif layer < (config.get("first_k_dense_replace") or 0):
+        experts = 0
+    if not experts:
+        return matrices * width * positive(config, dense)
+    inner = positive(config, "moe_intermediate_size", config.get("intermediate_size"))
+    always = (config.get("n_shared_experts") or 0) * inner  # beside the experts
+    if family in ("llama4_text", "gemma4_text"):
+        always = positive(config, "intermediate_size")
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        always = positive(config, "shared_expert_intermediate_size", inner)
+    return matrices * width * (experts * inner + always) + width * experts
+
+
+def budget(config, memory, util, weights, why, seqs, version, tp) -> list[tuple[str, int, str]]:
+    """What a server takes of a GPU before its cache, line by line: (what, bytes, why).
+
+    The sampler's warm-up is the peak on dense models: copies of the logits of max_num_seqs
+    requests, 37.5 bytes each before vLLM 0.17, 14 since. It is a floor: experts, images and long
+    chunks take up to 0.6 GiB more. Graphs are inside the budget since 0.20.
+    """
+    vocab = positive(text(config), "vocab_size")
+    each = 14 if version >= (0, 17) else 37.5
+    peak, gib = int(each * seqs * vocab + 0.18 * 2**30), 2**30
+    lines = [
+        ("allowed", int(memory * util), f"{util:g} of {memory / gib:.2f} GiB (--util)"),
+        ("weights", -int(weights / tp), why + (f" / {tp} GPUs" if tp > 1 else "")),
+        (
+            "activations",
+            -peak,
+            f"about: {each:g} B x {seqs:,} requests x {vocab:,} logits + 0.18 GiB",
+        ),
+        ("outside torch", -int((0.25 if tp == 1 else 2.1) * gib), "about: CUDA, NCCL"),
+    ]
+    if version >= (0, 20):
+        lines.append(("graphs", -gib // 2, "about: recorded decode steps"))
+    return lines
+
+
+def longest(fits, most: int = 2**40) -> int:
+    """The largest length for which fits(length), which is true up to some length; 0: none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def keeps(spec: LayerSpec) -> str:
+    """What a layer keeps, in words and numbers."""
+    heads = f"{spec.heads} head{'s' * (spec.heads > 1)} x "
+    if spec.kind == "none" or spec.kind == "shared":
+        return "nothing" if spec.kind == "none" else "nothing, reads what an earlier layer keeps"
+    if spec.kind in STATES:
+        return f"{heads}{spec.dim} x {spec.values}, and {spec.conv[0]} x {spec.conv[1]:,} before it"
+    if spec.kind == "latent":
+        return f"{spec.dim} of every token"
+    if spec.kind == "sparse":
+        index = f" + {spec.index}" if spec.index else ""
+        return f"{spec.dim}{index} of every token, reads {spec.top:,} of them"
+    which = {"full": "every token", "sliding": f"the last {spec.window:,} tokens"}
+    part = which.get(spec.kind, f"a chunk of {spec.window:,} tokens")
+    return f"{heads}2 x {spec.dim} of {part}"
+
+
+def size(name: str, config: dict, a) -> dict:
+    """Everything that is shown of a model, as JSON has it. a: the command line's values."""
+    inner = text(config)
+    if _whole(inner, "num_hidden_layers") > 10_000:
+        raise ValueError(f"config: num_hidden_layers is {inner['num_hidden_layers']}, over 10,000")
+    name_of = "model_max_length" if "model_max_length" in inner else "max_position_embeddings"
+    positions = _whole(inner, name_of)
+    if not (context := a.context or a.max_model_len or positions):
+        raise ValueError("the config names no max_position_embeddings: give --context")
+    if _whole(inner, "num_attention_heads") % a.tp:
+        raise ValueError(f"--tp {a.tp} does not divide {inner['num_attention_heads']} query heads")
+    number = number_bytes(a.state_dtype) if a.state_dtype else 0
+    specs = [shard(spec, a.tp) for spec in layers(config)]
+    rows = []
+    for spec, count in Counter(specs).items():
+        parts = {
+            "bytes_per_token": row_bytes(spec, a.kv_dtype) if spec.grows else 0,
+            "state_bytes": state_bytes(spec, number),
+            "stored_bytes": stored_bytes(spec, context, a.kv_dtype, number),
+            "read_bytes_per_token": read_bytes(spec, context, a.kv_dtype, number),
+        }
+        one = {"kind": spec.kind, "layers": count, "keeps": keeps(spec)}
+        rows.append(one | {part: count * value for part, value in parts.items()})
+
+    def total(tokens, of=stored_bytes):
+        return sum(of(spec, tokens, a.kv_dtype, number) for spec in specs)
+
+    lengths = [n for n in (context >> i for i in range(20)) if n >= min(context, 128)][::-1][-11:]
+    result = {"model": name, "positions": positions, "context": context, "kv_dtype": a.kv_dtype}
+    result |= {"tp": a.tp, "kinds": rows}
+    result |= {part: sum(row[part] for row in rows) for part in parts}
+    result["by_context"] = [
+        {"tokens": n, "stored_bytes": total(n), "read_bytes_per_token": total(n, read_bytes)}
+        for n in lengths
+    ]
+    result |= dict.fromkeys(VLLM)
+    if a.gpu or a.kv_memory:
+        result |= _capacity(config, specs, total, context, number, a)
+    return result
+
+
+VLLM = (
+    "budget", "kv_memory_bytes", "longest_context", "requests_at_context", "vllm_version",
+    "max_model_len", "block_size", "block_bytes", "num_blocks", "groups", "blocks_per_request",
+    "kv_tokens", "max_concurrency", "longest_max_model_len",
+)  # fmt: skip
+
+
+def _capacity(config, specs, total, context, number, a) -> dict:
+    """What a GPU holds: of bytes, and of vLLM's blocks."""
+    lines, memory, version = None, a.kv_memory, a.vllm_version or (0, 28)
+    if a.gpu:
+        big = a.gpu >= 70 * 2**30 and a.gpu_name != "a100"
+        util = a.util or (0.92 if version >= (0, 20) else 0.9)
+        if isinstance(a.weights, int):
+            weights, why = a.weights, "as given (--weights)"
+        else:
+            bits, count = BITS[a.weights or "bf16"], parameters(config)
+            weights = count * bits / 8
+            why = f"about: {count / 1e9:.2f} billion x {bits:g} bits (--weights)"
+        seqs = a.max_num_seqs or (1024 if big else 256)
+        lines = budget(config, a.gpu, util, weights, why, seqs, version, a.tp)
+        memory = max(0, sum(size for _, size, _ in lines))
+    batched = a.max_num_batched_tokens
+    if batched is None:
+        batched = 2048 if a.gpu and not big else 8192
+        if a.gpu and version >= (0, 32) and a.gpu > 160 * 2**30:
+            batched = 16384
+    drafts, length = a.num_spec or 0, a.max_model_len or context
+    specs = specs + [draft_layer(specs)] * (draft_layers(config) if drafts else 0)
+
+    def planned(n):
+        return plan(
+            specs, memory, n, a.kv_dtype, version, batched, a.block_size or 0, number, drafts,
+            not a.no_prefix_cache, a.pp or 1, a.dcp or 1, not a.no_hybrid_manager,
+        )  # fmt: skip
+
+    made, held = planned(length), total(context)
+    return {
+        "budget": lines and [dict(zip(("what", "bytes", "why"), line)) for line in lines],
+        "kv_memory_bytes": memory,
+        "longest_context": longest(lambda n: total(n) <= memory),
+        "requests_at_context": memory / held,
+        "vllm_version": ".".join(map(str, version)),
+        "max_model_len": length,
+        "block_size": made.block,
+        "block_bytes": made.block_bytes,
+        "num_blocks": made.blocks,
+        "groups": [dict(zip(("kind", "layers", "block_size", "blocks"), g)) for g in made.groups],
+        "blocks_per_request": made.request,
+        "kv_tokens": made.tokens,
+        "max_concurrency": made.concurrency,
+        "longest_max_model_len": longest(lambda n: planned(n).concurrency >= 1, 2**24),
+    }
+
+
+def draft_layers(config: dict) -> int:
+    """Layers of the checkpoint's own drafter; a head of its own kind (EAGLE) has one too."""
+    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    return next((text(config)[x] for x in names if text(config).get(x)), 1)
+
+
+def draft_layer(specs: list[LayerSpec]) -> LayerSpec:
+    """The drafter's layers keep what the model's largest attention keeps."""
+    return max((s for s in specs if s.kind not in STATES), key=lambda s: (s.grows, row_bytes(s)))
+
+
+def human(count: float) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:,.{2 if unit == 2**30 else 1}f} {name}"
+    return f"{count:,.0f} B"
+
+
+def report(r: dict) -> str:
+    """A model's sizes: what its layers keep, what that makes of a length, what a GPU holds."""
+    gpus = "one GPU" if r["tp"] == 1 else f"each of {r['tp']} GPUs"
+    at = f"at {r['context']:,} tokens"
+    layers_ = sum(row["layers"] for row in r["kinds"])
+    dtype = "bfloat16 (auto)" if r["kv_dtype"] == "auto" else r["kv_dtype"]
+    lines = [
+        f"{r['model']}: what {layers_} layers keep of a request on {gpus}, cache in {dtype}",
+        "",
+        f"{'kind':<8} {'layers':>6}  {'each keeps':<46} {'B/token':>8} {'stored':>11}"
+        f" {'read/token':>11}",
+    ]
+    whole_ = {"kind": "all", "layers": layers_, "keeps": f"{at:>46}"}
+    for row in [*r["kinds"], {**r, **whole_}]:
+        lines.append(
+            f"{row['kind']:<8} {row['layers']:>6}  {row['keeps']:<46} {row['bytes_per_token']:>8,}"
+            f" {human(row['stored_bytes']):>11} {human(row['read_bytes_per_token']):>11}"
+        )
+    for length in {r["context"], r["max_model_len"] or 0}:
+        if 0 < r["positions"] < length:
+            lines.append(
+                f"note: {length:,} tokens are more than the model's {r['positions']:,} positions"
+            )
+    lines += ["", f"{'tokens':>11}  {'stored':>11}{'':<26}{'read to decode one token':>34}"]
+    most = max(x["stored_bytes"] for x in r["by_context"])
+    most = max(most, *(x["read_bytes_per_token"] for x in r["by_context"])) or 1
+    for x in r["by_context"]:
+        stored, read = x["stored_bytes"], x["read_bytes_per_token"]
+        bars = ["#" * round(24 * n / most) for n in (stored, read)]
+        line = f"{x['tokens']:>11,}  {human(stored):>11} {bars[0]:<24}"
+        lines.append(f"{line} {human(read):>11} {bars[1]}".rstrip())
+    if r["kv_memory_bytes"] is not None:
+        lines += ["", *_capacity_lines(r)]
+    return "\n".join(lines)
+
+
+def _capacity_lines(r: dict) -> list[str]:
+    """The budget of a GPU, and what vLLM prints for what it leaves."""
+    lines = [f"{x['what']:<14}{human(x['bytes']):>12}  {x['why']}" for x in r["budget"] or ()]
+    memory, context, length = r["kv_memory_bytes"], r["context"], r["max_model_len"]
+    lines.append(f"{'= cache':<14}{human(memory):>12}  on {'the' if r['tp'] == 1 else 'each'} GPU")
+    if memory <= 0:
+        return [*lines, "nothing is left for a cache: fewer bits a weight, or more GPUs"]
+    most = r["longest_context"]
+    longest_ = "of any length" if most == 2**40 else f"of {most:,} tokens"
+    lines += [
+        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  {context:,} tokens,"
+        f" or one request {longest_}",
+        "",
+        f"vLLM {r['vllm_version']} at --max-model-len {length}:",
+    ]
+    counted = Counter(tuple(group.values()) for group in r["groups"])
+    for (kind, count, block, blocks), groups in counted.items():
+        each = f"{groups} groups of" if groups > 1 else "a group of"
+        lines.append(
+            f"  {each} {count} {kind} layers: blocks of {block:,} tokens, {blocks:,} for a request"
+        )
+    pool = f"  {r['num_blocks']:,} blocks of {human(r['block_bytes'])}"
+    lines.append(f"{pool}, of which a request takes {r['blocks_per_request']:,}")
+    if r["vllm_version"].startswith(("0.6", "0.7")):
+        lines.append(f"  # GPU blocks: {r['num_blocks']}")
+    else:
+        lines.append(f"  GPU KV cache size: {r['kv_tokens']:,} tokens")
+    lines.append(
+        f"  Maximum concurrency for {length:,} tokens per request: {r['max_concurrency']:.2f}x"
+    )
+    if r["max_concurrency"] < 1:
+        needed = r["blocks_per_request"] * r["block_bytes"]
+        lines.append(
+            f"  and refuses to start: {human(needed)} needed, {human(memory)} there;"
+            f" --max-model-len {r['longest_max_model_len']:,} fits"
+        )
+    return lines
+
+
+def comparison(results: list[dict]) -> str:
+    """Models side by side."""
+    context, most = results[0]["context"], max(r["stored_bytes"] for r in results)
+    lines = [
+        f"{'at ' + format(context, ',') + ' tokens':<24} {'layers that cache':<26} {'B/token':>8}"
+        f" {'fixed':>10} {'stored':>11} {'read/token':>11}"
+    ]
+    for r in results:
+        kinds = ", ".join(f"{x['layers']} {x['kind']}" for x in r["kinds"] if x["kind"] != "none")
+        fixed = r["stored_bytes"] - context * r["bytes_per_token"]
+        lines.append(
+            f"{r['model'][:24]:<24} {kinds:<26} {r['bytes_per_token']:>8,} {human(fixed):>10}"
+            f" {human(r['stored_bytes']):>11} {human(r['read_bytes_per_token']):>11}"
+        )
+    lines += ["", f"{'tokens':<12}" + "".join(f"{r['model'][:16]:>17}" for r in results[:5])]
+    for at in zip(*(r["by_context"] for r in results[:5])):
+        cells = "".join(f"{human(x['stored_bytes']):>17}" for x in at)
+        lines.append(f"{at[0]['tokens']:<12,}{cells}")
+    lines.append("")
+    for r in results:
+        lines.append(f"{r['model'][:24]:<24} {'#' * max(1, round(60 * r['stored_bytes'] / most))}")
+    lines += ["fixed: windows and states, whatever the length"]
+    return "\n".join(lines)
+
+
+def example(models: dict) -> str:
+    """Why a 27B hybrid holds 262,144 tokens on a 24 GB GPU, and when it does not."""
+    config, gib, length = models["qwen3.6-27b"][1], 2**30, 262_144
+    specs, count = layers(config), parameters(config)
+    full = next(spec for spec in specs if spec.grows)
+    states = sum(state_bytes(spec) for spec in specs)
+    lines = [
+        f"Qwen3.6-27B, {length:,} tokens, an RTX 3090: {GPUS['rtx3090']} GiB are visible",
+        "",
+        f"if all {len(specs)} layers kept tokens, in bfloat16: 64 x 2 x 4 heads x 256 x 2 bytes"
+        f" {human(len(specs) * stored_bytes(full, length)):>15}",
+        f"16 of them do, 48 keep a state instead: 16 x 4,096 bytes a token + {human(states)}"
+        f" {human(sum(stored_bytes(s, length) for s in specs)):>15}",
+        "",
+        f"{'':<33} {'with':>9}   vLLM's blocks for one request, and with prefix caching",
+        f"{'cache format':<22} {'B/token':>10} {'states':>9}   {'tokens each':>11}",
+    ]
+    formats = {"bf16": "bf16", "fp8": "fp8", "q8_0": "q8_0", "q4_0": "q4_0"}
+    formats["int4_per_token_head"] = "int4"
+    totals = {}
+    for name in formats:
+        token = sum(row_bytes(s, name) for s in specs if s.grows)
+        totals[name] = sum(stored_bytes(s, length, name) for s in specs)
+        line = f"{name:<22} {token:>10,} {human(totals[name]):>9}"
+        if not name.startswith("q"):  # llama.cpp's: no blocks
+            made = [plan(specs, 0, length, name, prefix=prefix) for prefix in (False, True)]
+            sizes = [f"{p.request:>5} = {human(p.request * p.block_bytes):>9}" for p in made]
+            line += f"   {made[0].block:>11,} {sizes[0]} {sizes[1]}"
+        lines.append(line)
+    room = 0.972 * GPUS["rtx3090"] * gib - 1.09 * gib - 0.5 * gib
+    lines += [
+        "",
+        "0.972 of the GPU, less 1.09 GiB of activations and about 0.5 GiB of graphs and the like,",
+        f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache of one request:",
+        "",
+        f"{'weights':<15} {'':>11} {'left':>11}" + "".join(f"{x:>11}" for x in formats.values()),
+    ]
+    for name, bits in (("bf16", 16), ("fp8", 8), ("int4, 4.5 bits", 4.5), ("3.5 bits", 3.5)):
+        left = room - count * bits / 8
+        answers = "".join(f"{'fits' if left >= totals[x] else 'no':>11}" for x in formats)
+        lines.append(f"{name:<15} {human(count * bits / 8):>11} {human(left):>11}{answers}")
+    lines += [
+        "",
+        "In order: a quarter of the layers grow (4x), 24 query heads share 4 keys (6x), weights in",
+        "4 bits (4x), and a cache in 4 bits (4x). With a cache in 8 bits it ends before 262,144.",
+    ]
+    return "\n".join(lines)
 
 
 def picture(name: str, config: dict) -> str:
+    """A dense model's cache, what a step reads, and the FLOPs that the cache saves."""
     specs = layers(config)
     per_token = bytes_per_token(specs, 2)
-    count = parameters(config, specs)
+    count = parameters(config)  # tied: the embedding is the matrix of the logits
     scores = 4 * len(specs) * config["num_attention_heads"] * specs[0].dim  # FLOPs a pair
     s = specs[0]
     lines = [
@@ -495,30 +1153,172 @@ def picture(name: str, config: dict) -> str:
     return "\n".join(lines)
 
 
-def _main():
-    import argparse
-    import json
-    from pathlib import Path
+# ---------------------------------------------------------------- command line
 
-    models = {}
-    for line in (Path(__file__).parent / "models.json").read_text().splitlines():
-        if line.startswith("{"):
-            entry = json.loads(line.rstrip(","))
-            models[entry["name"].lower()] = entry["name"], entry["config"]
-    parser = argparse.ArgumentParser(description="What a token costs in memory.")
-    parser.add_argument(
-        "--model",
-        default="SmolLM2-135M-Instruct",
-        help="name in models.json (default: the engine's)",
-    )
-    args = parser.parse_args()
-    if args.model.lower() not in models:
-        names = ", ".join(sorted(name for name, _ in models.values()))
-        parser.error(f"--model {args.model} is not one of: {names}")
+
+def whole(text: str) -> int:
+    """A flag's whole number above 0, `262,144` and `262_144` too."""
+    digits = text.replace(",", "").replace("_", "")
+    if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:20]) <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^12")
+    return int(digits)
+
+
+def memory_size(text: str) -> int:
+    """Bytes of `24GiB`, `24GB`, `512MiB` or `1000000000`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b?)", text.strip().lower())
+    if not match or match[2] not in BYTES or not 0 < float(match[1]) * BYTES[match[2]] < 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 24GiB, 24GB or 512MiB")
+    return int(float(match[1]) * BYTES[match[2]])
+
+
+def gpu_size(text: str) -> tuple[str, int]:
+    name = re.sub(r"[ _]", "", text.lower())
+    if name in GPUS:
+        return name, int(GPUS[name] * 2**30)
     try:
-        print(picture(*models[args.model.lower()]))
+        return "", memory_size(text)
+    except argparse.ArgumentTypeError:
+        names = ", ".join(GPUS)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a size such as 24GiB nor one of {names}"
+        )
+
+
+def weight_size(text: str) -> str | int:
+    return text if text in BITS else memory_size(text)
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, at most 1")
+    return value
+
+
+def vllm_version(text: str) -> tuple[int, ...]:
+    match = re.fullmatch(r"v?(0)\.(\d{1,3})(?:\.(\d{1,3}))?", text)
+    if not match or int(match[2]) < 6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no version from 0.6 on, such as 0.28")
+    return tuple(int(part) for part in match.groups() if part)
+
+
+def _models() -> dict[str, tuple[str, dict]]:
+    """models.json: lower-case name -> (name, config)."""
+    entries = json.loads((Path(__file__).parent / "models.json").read_text("utf-8"))
+    return {entry["name"].lower(): (entry["name"], entry["config"]) for entry in entries}
+
+
+def _find(name: str, models: dict) -> tuple[str, dict]:
+    """A model of models.json, or a config.json, or the folder that holds one."""
+    if name.lower() in models:
+        return models[name.lower()]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix != ".json":
+        raise LookupError(
+            f"--model {name} is no config.json, and not one of: "
+            + ", ".join(sorted(x for x, _ in models.values()))
+        )
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}")
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON")
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return path.parent.resolve().name if path.name == "config.json" else path.stem, config
+
+
+NEEDS = {  # flag -> flags of which it needs one
+    **dict.fromkeys(("util", "weights", "max_num_seqs"), ("gpu",)),
+    **dict.fromkeys(
+        ("vllm_version", "max_model_len", "max_num_batched_tokens", "block_size", "num_spec",
+         "no_prefix_cache", "no_hybrid_manager", "pp", "dcp"), ("gpu", "kv_memory"),
+    ),
+}  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="What a token costs in memory, and in reading.")
+    add = parser.add_argument
+    add("--model", help="name in models.json, config.json, or a folder with one")
+    add("--compare", nargs="+", metavar="MODEL", help="models beside --model")
+    add("--example", choices=["27b"], help="262,144 tokens of a 27B hybrid on 24 GB: why, and when")
+    add("--context", type=whole, help="tokens of a request (default: the model's positions)")
+    add("--kv-dtype", default="auto", help=f"cache format: {', '.join(FORMATS)}")
+    add("--state-dtype", choices=["float32", "bfloat16", "float16"], help="default: the config's")
+    add("--tp", type=whole, default=1, help="GPUs that share each layer (tensor parallel)")
+    add("--gpu", type=gpu_size, metavar="SIZE|NAME", help=f"24GiB, or {', '.join(GPUS)}")
+    add(
+        "--util", type=share, help="share of the GPU a server may take (0.92; 0.9 before vLLM 0.20)"
+    )
+    add("--weights", type=weight_size, help="bf16 (default), fp8, int4, or a size of all of them")
+    add("--max-num-seqs", type=whole, help="requests at once (1,024 from 70 GiB on, else 256)")
+    add("--kv-memory", type=memory_size, help="bytes of cache a GPU, instead of --gpu's budget")
+    add("--vllm-version", type=vllm_version, help="whose rules (default 0.28)")
+    add("--max-model-len", type=whole, help="longest request (default: --context)")
+    add(
+        "--max-num-batched-tokens",
+        type=whole,
+        help="tokens a step (8,192 from 70 GiB on, else 2,048)",
+    )
+    add("--block-size", type=whole, help="tokens a block (16, latents 64)")
+    add("--num-spec", type=whole, help="draft tokens a step, by a draft layer with its own cache")
+    add("--no-prefix-cache", action="store_true", help="prefix caching off")
+    add("--no-hybrid-manager", action="store_true", help="windows are kept whole")
+    add("--pp", type=whole, help="pipeline stages")
+    add("--dcp", type=whole, help="GPUs that share a request's tokens")
+    add("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def _main(argv: list[str] | None = None):
+    parser = _parser()
+    args = parser.parse_args(argv)
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    flag_of = {name: "--" + name.replace("_", "-") for name in vars(args)}
+    for name in sorted(given & NEEDS.keys()):
+        if not given & set(NEEDS[name]):
+            parser.error(f"{flag_of[name]} needs {' or '.join(flag_of[x] for x in NEEDS[name])}")
+    if {"gpu", "kv_memory"} <= given:
+        parser.error("--kv-memory takes the place of --gpu's budget: give one of them")
+    if args.kv_dtype not in FORMATS:
+        parser.error(f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}")
+    alone = {
+        "compare": {"model", "context", "kv_dtype", "state_dtype", "tp", "json"},
+        "example": set(),
+    }
+    for name in given & alone.keys():
+        if other := given - alone[name] - {name}:
+            parser.error(f"{flag_of[name]} does not go with {flag_of[min(other)]}")
+    args.gpu_name, args.gpu = args.gpu or ("", None)
+    models = _models()
+    try:
+        if args.example:
+            return print(example(models))
+        if not given:
+            return print(picture(*models["smollm2-135m-instruct"]))
+        names = [args.model or "SmolLM2-135M-Instruct", *(args.compare or ())]
+        found = [
+            _find(name, models) for name in (names if args.model or not args.compare else names[1:])
+        ]
+        if args.compare and not args.context:
+            args.context = 131_072
+        results = [size(*model, args) for model in found]
+    except LookupError as error:
+        parser.error(str(error).strip("'\""))
     except ValueError as error:
-        parser.exit(1, f"{args.model}: {error}\n")
+        parser.exit(1, f"{error}\n")
+    except (TypeError, KeyError, AttributeError, IndexError) as error:  # a field of another shape
+        parser.exit(1, f"the config is malformed: {error!r}\n")
+    if args.json:
+        print(json.dumps({"models": results} if args.compare else results[0], indent=1))
+    else:
+        print(comparison(results) if args.compare else report(results[0]))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,15 @@ RUNS = {  # copy -> command line
     "kernels_rows": ["kernels.py", "--rows", "16"],
     "kv_cache": ["kv_cache.py"],
     "kv_cache_qwen3": ["kv_cache.py", "--model", "Qwen3-8B"],
+    "kv_cache_27b": ["kv_cache.py", "--example", "27b"],
+    "kv_cache_gpu": [
+        "kv_cache.py", "--model", "Qwen3.6-27B", "--gpu", "rtx3090", "--weights", "int4",
+        "--kv-dtype", "fp8", "--util", "0.97",
+    ],
+    "kv_cache_compare": [
+        "kv_cache.py", "--compare", "Qwen3-32B", "Gemma-3-27b", "Qwen3.6-27B", "Llama-4-Scout-17B-16E",
+        "DeepSeek-V3.2",
+    ],
     "model": ["model.py"],
     "model_experts": ["model.py", "--experts", "4"],
     "sample": ["sample.py"],
@@ -26,7 +35,7 @@ RUNS = {  # copy -> command line
     "paged": ["paged.py"],
     "paged_blocks": ["paged.py", "--block-size", "64"],
     "generate_demo": ["generate.py", "--demo"],
-}
+}  # fmt: skip
 REFUSED = {  # command line -> words of the refusal
     ("kernels.py", "--rows", "0"): "--rows 0",
     ("kernels.py", "--arch", "90"): "--arch 90",

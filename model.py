@@ -1324,11 +1324,9 @@ def dummy(name: str | Path | None, device="cpu", dtype: torch.dtype = torch.floa
     elif path.is_file():
         checkpoint = Checkpoint(Config.from_hf(_json(path)), {}, name=path.resolve().parent.name)
     else:
-        runs = [x["name"] for x in _entries() if kv_cache.text(x["config"])["model_type"] in RUN]
-        known = ", ".join(runs)
         raise ValueError(
             f"{path}: random weights need a config.json, a folder with one, a .gguf file, or"
-            f" one of {known}"
+            " a model of models.json whose kind runs, such as Qwen3-8B"
         )
     checkpoint.tensors = RandomTensors(checkpoint.config, device, dtype)
     return checkpoint

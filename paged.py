@@ -483,8 +483,8 @@ class BlockManager:
         """Enter in the index what the request has filled with committed ids, and give back what
         it does not need any more."""
         self.clock += 1
-        size, full, progress = self.block_size, request.computed, self._progress(request)
-        full //= size
+        size, progress = self.block_size, self._progress(request)
+        full = request.computed // size
         for group, pool in enumerate(self.pools):
             table = request.tables[group]
             count, last = progress.entered[group]

@@ -528,6 +528,8 @@ def draw_tensor(name, shape, config, generator):
         return value
     # queries and keys a little larger: nearly uniform attention would hide errors of position
     gain = 1.4 if "q_proj" in name or "k_proj" in name else 1.0
+    if "embed_tokens" in name and config["model_type"] == "gemma3_text":
+        gain = 0.4  # it is scaled by the root of the width, and would make tokens repeat themselves
     return value * gain / math.sqrt(shape[-1])
 
 

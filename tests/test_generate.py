@@ -1871,7 +1871,7 @@ def test_the_worst_step_is_one_that_a_scheduler_can_plan(budget, running, monkey
     engine.max_len = 64
     plans = []
     monkeypatch.setattr(engine, "_compute", plans.append)
-    engine._worst_step(engine.cache, 16, budget, running)
+    engine._worst_step(engine.cache, paged.BlockManager(100), budget, running)
     rows = [n for _, n in plans[0]]
     assert len(rows) == min(budget, running) and sum(rows) == min(budget, 64 * running)
     assert all(1 <= n <= 64 for n in rows)

@@ -40,6 +40,7 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from zlib import crc32
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -846,6 +847,8 @@ def draw_tensor(name, shape, config, generator):
     # queries and keys a little larger: nearly uniform attention would hide errors of position
     large = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
     gain = 1.4 if any(part in name for part in large) else 1.0
+    if "embed_tokens" in name and config["model_type"] == "gemma3_text":
+        gain = 0.4  # it is scaled by the root of the width, and would make tokens repeat themselves
     return value * gain / math.sqrt(shape[-1])
 
 
@@ -1048,10 +1051,10 @@ def main():
     if unknown:
         parser.error(f"unknown family {sorted(unknown)}; known: {' '.join(table)}")
     draw = random.Random(int(arguments.fresh[0])) if arguments.fresh else None
-    for number, (name, family) in enumerate(table.items()):
+    for name, family in table.items():
         if arguments.families and name not in arguments.families:
             continue
-        config, seed, out = family["config"], 1 + number, HERE / name
+        config, seed, out = family["config"], crc32(name.encode()) % 10**6, HERE / name
         if draw:
             config, seed = fresh(name, config, draw), draw.randrange(10**6)
             out = Path(arguments.fresh[1]) / name

@@ -1087,8 +1087,9 @@ def _delta_chunk(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
     fade, beta = total.exp().float()[..., None], beta[..., None]
     by_key, by_query = (torch.cat((k, q), -2) @ state).chunk(2, -2)  # one pass over the state
     u = beta * (v - fade * by_key)
-    system = beta * fades * (k @ k.mT)  # its diagonal is taken for 1
-    u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+    if n > 1:
+        system = beta * fades * (k @ k.mT)  # its diagonal is taken for 1
+        u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
     out = fade * by_query + fades * (q @ k.mT) @ u
     state = fade[..., -1:, :] * state + (fades[..., -1, :, None] * k).mT @ u
     return out.flatten(1, 2), state.flatten(1, 2)
@@ -1109,15 +1110,14 @@ FEW = 8  # rows that go one by one: a chunk of fewer is mostly padding
 
 
 def recur_config(most: int, shared: int, heads: int, dk: int, dv: int, dtype: torch.dtype) -> dict:
-    """Queries and keys are multiplied as they are, and made unit vectors after it. Products with
-    a float32 operand keep 11 bits of it in tensor cores, more than bfloat16 rows have; for
-    float32 rows three of them keep nearly all."""
+    """Chunks of 16 rows and 32 columns of a state are what the registers hold, of rows in half
+    precision. Their products with float32 numbers are in TF32: it has all bits of a row's and 11 of
+    a state's, where a bfloat16 result keeps 8. Rows in float32 go one by one, in float32."""
+    chunked = most > FEW and (dtype.itemsize == 2 or INTERPRETED)
     return {
-        "HK": shared, "H": heads, "DK": dk, "DV": dv,
-        "CHUNK": 32 if most > FEW else 0, "LEVELS": 5, "FEW": FEW, "OPERAND": operand(dtype),
-        "PRECISION": "tf32" if dtype.itemsize == 2 else "tf32x3",
-        "BLOCK_K": max(16, power_of_2(dk)), "BLOCK_V": max(16, min(32, power_of_2(dv))),
-        "num_warps": 4, "num_stages": 2,
+        "HK": shared, "H": heads, "DK": dk, "DV": dv, "CHUNK": 16 if chunked else 0, "FEW": FEW,
+        "OPERAND": operand(dtype), "BLOCK_K": max(16, power_of_2(dk)),
+        "BLOCK_V": max(16, min(32, power_of_2(dv))), "num_warps": 4,
     }  # fmt: skip
 
 
@@ -1125,7 +1125,7 @@ def recur_config(most: int, shared: int, heads: int, dk: int, dv: int, dtype: to
 def recur_kernel(
     q, k, v, g, beta, pool, out, spans, q_stride, k_stride, v_stride,
     HK: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, FEW: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, FEW: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     r, h = tl.program_id(0), tl.program_id(1)
@@ -1162,38 +1162,38 @@ def recur_kernel(
                 y = tl.load(k + (j * k_stride)[:, None] + a[None, :], mask=inner, other=0)
                 wide = y.to(tl.float32)
                 y_unit = 1 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
-                # The first product decides how warps share all: each has its columns of the state.
-                by_state = tl.dot(wide, state, input_precision=PRECISION)
+                by_state = tl.dot(wide, state)
                 y = y.to(OPERAND)
                 fades = tl.exp(tl.where(s <= t, between, float("-inf"))) * y_unit[None, :]
-                system = tl.dot(y, tl.trans(y), input_precision=PRECISION) * fades
+                system = tl.dot(y, tl.trans(y)) * fades
                 system *= (rate * y_unit)[:, None]
-                # Its inverse with ones on the diagonal, of pairs of blocks of 1, 2, 4...: the
-                # block below them becomes -inverse @ block @ inverse. Nothing grows.
+                # Inverted, with ones on the diagonal, from blocks of 1, 2, 4 and 8: two inverses
+                # and the block B below them make one, in which B is -inverse B inverse.
                 inverse = tl.where(s == t, 1.0, 0.0)
-                for level in tl.static_range(LEVELS):
+                for level in tl.static_range(4):
                     pair = ((s >> level) + 1 == (t >> level)) & ((t >> level) % 2 == 1)
                     below = tl.where(pair, system, 0.0)
                     if level > 0:
-                        below = tl.dot(inverse, below, input_precision=PRECISION)
-                        below = tl.dot(below, inverse, input_precision=PRECISION)
+                        below = tl.dot(inverse, below)
+                        below = tl.dot(below, inverse)
                     inverse -= below
                 outer = exists[:, None] & (b < DV)[None, :]
                 u = tl.load(v + (j * v_stride)[:, None] + b[None, :], mask=outer, other=0)
                 u = (u.to(tl.float32) - by_state * (fade * y_unit)[:, None]) * rate[:, None]
-                u = tl.dot(inverse, u, input_precision=PRECISION)
+                u = tl.dot(inverse, u)
                 x = tl.load(q + (j * q_stride)[:, None] + a[None, :], mask=inner, other=0)
                 wide = x.to(tl.float32)
                 x_unit = DK**-0.5 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
-                mixed = tl.dot(wide, state, input_precision=PRECISION) * fade[:, None]
-                scores = tl.dot(x.to(OPERAND), tl.trans(y), input_precision=PRECISION) * fades
-                mixed = tl.dot(scores, u, mixed, input_precision=PRECISION) * x_unit[:, None]
+                mixed = tl.dot(wide, state) * fade[:, None]
+                scores = tl.dot(x.to(OPERAND), tl.trans(y)) * fades
+                mixed = tl.dot(scores, u, mixed) * x_unit[:, None]
                 places = out + (j * (H * DV))[:, None] + b[None, :]
                 tl.store(places, mixed.to(out.dtype.element_ty), mask=outer)
                 u *= (y_unit * tl.exp((end - total).to(tl.float32)))[:, None]
                 state *= tl.exp(end.to(tl.float32))
-                y = tl.trans(y.to(tl.float32))
-                state = tl.dot(y, u, state, input_precision=PRECISION)
+                # On its side: warps, which share columns of u, would not share rows of the state.
+                y = y.to(tl.float32)
+                state += tl.trans(tl.dot(tl.trans(u), y))
                 done += CHUNK
         for j in range(done, n):
             x = tl.load(q + j * q_stride + a, mask=a < DK, other=0).to(tl.float32)
@@ -1640,11 +1640,28 @@ def _plain_cost(result, spans, *given, **options) -> tuple[int, float]:
     return sum(x.nbytes for x in values), 4.0 * elements
 
 
+def _conv_cost(result, spans, x, weight, pool, view) -> tuple[int, float]:
+    """A request's state is read and another written."""
+    states = 2 * len(spans) * pool[0].nbytes
+    return states + x.nbytes + weight.nbytes + result.nbytes, x.numel() * (
+        2.0 * weight.shape[1] + 4
+    )
+
+
+def _recur_cost(result, spans, q, k, v, g, beta, pool, view) -> tuple[int, float]:
+    """A row fades a state, and multiplies and adds with it for its key, its query and its value.
+    In chunks it is as many, and those of the rows with each other, which do not count."""
+    moved = sum(x.nbytes for x in (q, k, v, g, beta, result))
+    return 2 * len(spans) * pool[0].nbytes + moved, 7.0 * len(v) * pool[0].numel()
+
+
 COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and its arguments
     "linear": _linear_cost,
     "attention": _attention_cost,
     "store_kv": _store_cost,
     "experts": _experts_cost,
+    "conv": _conv_cost,
+    "recur": _recur_cost,
 }
 
 
@@ -2231,7 +2248,8 @@ def broken(launch: Launch, arch: int, found: Compiled) -> list[str]:
     if found.shared_kib > card.shared_kib:
         wrong.append(f"{found.shared_kib:.0f} of {card.shared_kib} KiB shared memory")
     if "OPERAND" in config and launch.dtype.itemsize == 2:
-        wanted = card.instruction if config["BLOCK_M"] >= 64 else "mma"
+        wanted = card.instruction if config.get("BLOCK_M", 0) >= 64 else "mma"
+        wanted = "fma" if config.get("CHUNK") == 0 else wanted  # rows one by one
         if found.instruction != wanted:
             wrong.append(f"{found.instruction} instead of {wanted}")
     if launch.kernel is attention_kernel:

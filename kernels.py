@@ -2107,9 +2107,10 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
 
 def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
     rope, norm = rope_config(s.heads, s.D, s.R), gated_norm_config(s.H, s.DV)
-    wide = {"weight": "*fp32"}
+    wide, missing = {"weight": "*fp32"}, {"delta": "constexpr"}
     return [
         Launch(f"rope {s.heads} x {s.R} of {s.D}", rope_kernel, dtype, rope),
+        Launch(f"norm {s.D}, float32", norm_kernel, dtype, norm_config(s.D, False), wide | missing),
         Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
         Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
         *(Launch("conv", conv_kernel, dtype, conv_config(s.K, most)) for most in (1, 512)),

@@ -1166,6 +1166,285 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """Requests with the same number of rows, which one call computes."""
+
+    rows: Tensor  # (b, n) int64: of x
+    read: Tensor  # (b,) int64: ids of states
+    write: Tensor
+
+
+@dataclass(frozen=True)
+class StateView:
+    """What a step's rows are to the states of linear layers: `View`, where each request has a
+    state instead of tokens. A state is read as it was before the step, and written elsewhere."""
+
+    rows: int  # that are no padding
+    most: int = 1  # rows of the request that has most
+    parts: list[StatePart] = field(default_factory=list)  # for PyTorch
+    spans: Tensor | None = None  # (B, 4) int32, for Triton: row, rows, state read, state written
+
+
+class StateLayout:
+    """Makes StateViews, in buffers allocated once at the limits. requests: at once."""
+
+    def __init__(self, requests: int, device: torch.device):
+        self.spans = Buffer(requests * 4, device, torch.int32)
+        self.triton = on_triton(self.spans.tensor)
+
+    def view(self, tables: list[list[int]], spans, padded: int = 0) -> StateView:
+        """The StateView of requests with tables [read, write], two ids of states, and spans
+        [(row, n, position)]. State 0 is the one before any token, and nobody writes it.
+        `padded` rows are added that do nothing."""
+        rows, most = sum(n for _, n, _ in spans), max((n for _, n, _ in spans), default=1)
+        lines = [(row, n, *table) for (row, n, _), table in zip(spans, tables)]
+        assert all(read != write > 0 for _, _, read, write in lines), f"states {tables}"
+        if self.triton:
+            lines += [(row, 1, 0, -1) for row in range(rows, rows + padded)]
+            flat = [x for line in lines for x in line]
+            return StateView(rows, most, [], self.spans.fill(flat).view(-1, 4))
+        alike: dict[int, list[tuple[int, int, int]]] = {}  # rows -> requests
+        for row, n, read, write in lines:
+            alike.setdefault(n, []).append((row, read, write))
+        parts, device = [], self.spans.tensor.device
+        for n, found in alike.items():
+            row, read, write = torch.tensor(found, device=device).unbind(1)
+            parts.append(StatePart(row[:, None] + torch.arange(n, device=device), read, write))
+        return StateView(rows, most, parts)
+
+
+def conv(x: Tensor, weight: Tensor, pool: Tensor, view: StateView) -> Tensor:
+    """`convolve` of each request of a step: x (T, C), weight (C, K) -> (T, C). A state of the
+    pool (N, K - 1, C) is a request's last inputs. Padded rows give 0. x may be columns of a
+    wider tensor."""
+    if on_triton(x):
+        return _conv(x, weight, pool, view)
+    out, taps = torch.zeros(x.shape, dtype=x.dtype, device=x.device), weight.float().unbind(1)
+    for part in view.parts:
+        inputs = torch.cat((pool[part.read], x[part.rows]), 1)  # (b, K - 1 + n, C)
+        n = part.rows.shape[1]
+        total = sum(inputs[:, j : j + n].float() * tap for j, tap in enumerate(taps))
+        out[part.rows] = F.silu(total).to(x.dtype)
+        pool[part.write] = inputs[:, n:]
+    return out
+
+
+def _conv(x: Tensor, weight: Tensor, pool: Tensor, view: StateView) -> Tensor:
+    (T, C), requests = x.shape, view.spans.shape[0]
+    out = torch.empty(T, C, dtype=x.dtype, device=x.device)
+    config = conv_config(weight.shape[1], view.most)
+    conv_kernel[(T, ceil_div(C, config["BLOCK"]))](
+        x, weight, pool, out, view.spans, requests, C, x.stride(0), **config
+    )
+    return out
+
+
+def conv_config(inputs: int, most: int) -> dict:
+    return {"K": inputs, "ONE_ROW": most == 1, "BLOCK": 512, "num_warps": 4}
+
+
+@jit
+def conv_kernel(
+    x, weight, pool, out, spans, requests, width, x_stride,
+    K: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    r = row
+    if not ONE_ROW:  # the last request that does not begin after this row
+        r, beyond = 0, requests
+        while beyond - r > 1:
+            middle = (r + beyond) // 2
+            before = tl.load(spans + middle * 4) <= row
+            r = tl.where(before, middle, r)
+            beyond = tl.where(before, beyond, middle)
+    i = row - tl.load(spans + r * 4)  # this row is number i of n
+    n = tl.load(spans + r * 4 + 1)
+    read = tl.load(spans + r * 4 + 2).to(tl.int64)
+    write = tl.load(spans + r * 4 + 3).to(tl.int64)
+    x += row.to(tl.int64) * x_stride + c
+    inside = c < tl.where(write >= 0, width, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        if i + j >= K - 1:
+            given = tl.load(x + (j + 1 - K) * x_stride, mask=inside, other=0)
+        else:
+            given = tl.load(pool + (read * (K - 1) + i + j) * width + c, mask=inside, other=0)
+        if j > 0 and i == n - 1:  # the last row's inputs but its first are the new state
+            tl.store(pool + (write * (K - 1) + j - 1) * width + c, given, mask=inside)
+        tap = tl.load(weight + c * K + j, mask=c < width, other=0)
+        total += given.to(tl.float32) * tap.to(tl.float32)
+    total *= tl.sigmoid(total)
+    tl.store(out + row.to(tl.int64) * width + c, total.to(out.dtype.element_ty), mask=c < width)
+
+
+CHUNK = 64  # rows that the PyTorch body computes at once
+
+
+def recur(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, view: StateView
+) -> Tensor:
+    """`delta_rule` of each request of a step: q, k (T, HK, DK), v (T, H, DV), g, beta (T, H)
+    float32 -> (T, H, DV). A state of the pool (N, H, DK, DV), float32, is a request's matrices.
+    Padded rows give 0. A row of q, k and v may lie in a wider one.
+
+    A decode reads and writes a state, and multiplies and adds thrice with each number of it. A
+    prompt's rows go through in chunks (Yang et al. 2406.06484), so that these are products.
+    """
+    if on_triton(v):
+        return _recur(q, k, v, g, beta, pool, view)
+    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    for part in view.parts:
+        state = pool[part.read]
+        for rows in part.rows.split(CHUNK, 1):
+            given = (x[rows].transpose(1, 2).float() for x in (q, k, v, g, beta))
+            mixed, state = _delta_chunk(*given, state)
+            out[rows] = mixed.transpose(1, 2).to(v.dtype)
+        pool[part.write] = state
+    return out
+
+
+def _delta_chunk(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for n rows of b requests at once: q, k (b, HK, n, DK), v (b, H, n, DV),
+    g, beta (b, H, n), state (b, H, DK, DV) -> (b, H, n, DV) and the state after the last row.
+
+    Row t adds k[t] u[t] to the state. With fades[t, s], the decays after s up to t, and fade[t],
+    those of the state before, u[t] = beta[t] (v[t] - fade[t] k[t] state
+    - sum over s < t of fades[t, s] (k[t] . k[s]) u[s]): triangular, solved from its first row on.
+    """
+    n, shared = k.shape[2], k.shape[1]
+    q, k = unit(q)[:, :, None] * k.shape[-1] ** -0.5, unit(k)[:, :, None]  # (b, HK, 1, n, DK)
+    v, total, beta, state = (x.unflatten(1, (shared, -1)) for x in (v, g, beta, state))
+    total = total.double().cumsum(-1)  # in which a small decay outlives large ones before it
+    between = (total[..., None] - total[..., None, :]).float()
+    later = torch.ones(n, n, dtype=torch.bool, device=k.device).triu(1)
+    fades = between.masked_fill_(later, -torch.inf).exp_()  # (b, HK, H / HK, n, n)
+    fade, beta = total.exp().float()[..., None], beta[..., None]
+    by_key, by_query = (torch.cat((k, q), -2) @ state).chunk(2, -2)  # one pass over the state
+    u = beta * (v - fade * by_key)
+    if n > 1:
+        system = beta * fades * (k @ k.mT)  # its diagonal is taken for 1
+        u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+    out = fade * by_query + fades * (q @ k.mT) @ u
+    state = fade[..., -1:, :] * state + (fades[..., -1, :, None] * k).mT @ u
+    return out.flatten(1, 2), state.flatten(1, 2)
+
+
+def _recur(q, k, v, g, beta, pool: Tensor, view: StateView) -> Tensor:
+    (T, heads, dv), (shared, dk) = v.shape, k.shape[1:]
+    config = recur_config(view.most, shared, heads, dk, dv, v.dtype)
+    out = torch.empty(T, heads, dv, dtype=v.dtype, device=v.device)
+    recur_kernel[(view.spans.shape[0], heads, ceil_div(dv, config["BLOCK_V"]))](
+        q, k, v, g.contiguous(), beta.contiguous(), pool, out, view.spans,
+        q.stride(0), k.stride(0), v.stride(0), **config,
+    )  # fmt: skip
+    return out
+
+
+FEW = 8  # rows that go one by one: a chunk of fewer is mostly padding
+
+
+def recur_config(most: int, shared: int, heads: int, dk: int, dv: int, dtype: torch.dtype) -> dict:
+    """Chunks of 16 rows and 32 columns of a state are what the registers hold, of rows in half
+    precision. Their products with float32 numbers are in TF32: it has all bits of a row's and 11 of
+    a state's, where a bfloat16 result keeps 8. Rows in float32 go one by one, in float32."""
+    chunked = most > FEW and (dtype.itemsize == 2 or INTERPRETED)
+    return {
+        "HK": shared, "H": heads, "DK": dk, "DV": dv, "CHUNK": 16 if chunked else 0, "FEW": FEW,
+        "OPERAND": operand(dtype), "BLOCK_K": max(16, power_of_2(dk)),
+        "BLOCK_V": max(16, min(32, power_of_2(dv))), "num_warps": 4,
+    }  # fmt: skip
+
+
+@jit
+def recur_kernel(
+    q, k, v, g, beta, pool, out, spans, q_stride, k_stride, v_stride,
+    HK: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    CHUNK: tl.constexpr, FEW: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    r, h = tl.program_id(0), tl.program_id(1)
+    a, b = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.load(spans + r * 4).to(tl.int64)
+    n = tl.load(spans + r * 4 + 1)
+    read = tl.load(spans + r * 4 + 2).to(tl.int64)
+    write = tl.load(spans + r * 4 + 3).to(tl.int64)
+    q += row * q_stride + h // (H // HK) * DK
+    k += row * k_stride + h // (H // HK) * DK
+    v += row * v_stride + h * DV
+    g += row * H + h
+    beta += row * H + h
+    out += (row * H + h) * DV
+    if write < 0:  # padding
+        tl.store(out + b, tl.zeros((BLOCK_V,), out.dtype.element_ty), mask=b < DV)
+    else:
+        at = h * (DK * DV) + a[:, None] * DV + b[None, :]
+        inside = (a < DK)[:, None] & (b < DV)[None, :]
+        state = tl.load(pool + read * (H * DK * DV) + at, mask=inside, other=0)
+        done = 0
+        if CHUNK:  # as in _delta_chunk; rows beyond n are 0 and change nothing
+            i = tl.arange(0, CHUNK)
+            t, s = i[:, None], i[None, :]
+            while n - done >= FEW:
+                j = done + i
+                exists = j < n
+                total = tl.cumsum(tl.load(g + j * H, mask=exists, other=0).to(tl.float64), 0)
+                end = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
+                between = (total[:, None] - total[None, :]).to(tl.float32)
+                fade = tl.exp(total.to(tl.float32))
+                rate = tl.load(beta + j * H, mask=exists, other=0)
+                inner = exists[:, None] & (a < DK)[None, :]
+                y = tl.load(k + (j * k_stride)[:, None] + a[None, :], mask=inner, other=0)
+                wide = y.to(tl.float32)
+                y_unit = 1 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+                by_state = tl.dot(wide, state)
+                y = y.to(OPERAND)
+                fades = tl.exp(tl.where(s <= t, between, float("-inf"))) * y_unit[None, :]
+                system = tl.dot(y, tl.trans(y)) * fades
+                system *= (rate * y_unit)[:, None]
+                # Inverted, with ones on the diagonal, from blocks of 1, 2, 4 and 8: two inverses
+                # and the block B below them make one, in which B is -inverse B inverse.
+                inverse = tl.where(s == t, 1.0, 0.0)
+                for level in tl.static_range(4):
+                    pair = ((s >> level) + 1 == (t >> level)) & ((t >> level) % 2 == 1)
+                    below = tl.where(pair, system, 0.0)
+                    if level > 0:
+                        below = tl.dot(inverse, below)
+                        below = tl.dot(below, inverse)
+                    inverse -= below
+                outer = exists[:, None] & (b < DV)[None, :]
+                u = tl.load(v + (j * v_stride)[:, None] + b[None, :], mask=outer, other=0)
+                u = (u.to(tl.float32) - by_state * (fade * y_unit)[:, None]) * rate[:, None]
+                u = tl.dot(inverse, u)
+                x = tl.load(q + (j * q_stride)[:, None] + a[None, :], mask=inner, other=0)
+                wide = x.to(tl.float32)
+                x_unit = DK**-0.5 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+                mixed = tl.dot(wide, state) * fade[:, None]
+                scores = tl.dot(x.to(OPERAND), tl.trans(y)) * fades
+                mixed = tl.dot(scores, u, mixed) * x_unit[:, None]
+                places = out + (j * (H * DV))[:, None] + b[None, :]
+                tl.store(places, mixed.to(out.dtype.element_ty), mask=outer)
+                u *= (y_unit * tl.exp((end - total).to(tl.float32)))[:, None]
+                state *= tl.exp(end.to(tl.float32))
+                # On its side: warps, which share columns of u, would not share rows of the state.
+                y = y.to(tl.float32)
+                state += tl.trans(tl.dot(tl.trans(u), y))
+                done += CHUNK
+        for j in range(done, n):
+            x = tl.load(q + j * q_stride + a, mask=a < DK, other=0).to(tl.float32)
+            y = tl.load(k + j * k_stride + a, mask=a < DK, other=0).to(tl.float32)
+            x *= DK**-0.5 / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+            y *= 1 / tl.sqrt(tl.sum(y * y, 0) + 1e-6)
+            state *= tl.exp(tl.load(g + j * H))
+            u = tl.load(v + j * v_stride + b, mask=b < DV, other=0).to(tl.float32)
+            u = (u - tl.sum(state * y[:, None], 0)) * tl.load(beta + j * H)
+            state += y[:, None] * u[None, :]
+            mixed = tl.sum(state * x[:, None], 0)
+            tl.store(out + j * (H * DV) + b, mixed.to(out.dtype.element_ty), mask=b < DV)
+        tl.store(pool + write * (H * DK * DV) + at, state, mask=inside)
+
+
 # ---------------------------------------------------------------- experts
 
 
@@ -1633,6 +1912,21 @@ def _plain_cost(result, spans, *given, **options) -> tuple[int, float]:
     return sum(x.nbytes for x in values), 4.0 * elements
 
 
+def _conv_cost(result, spans, x, weight, pool, view) -> tuple[int, float]:
+    """A request's state is read and another written."""
+    states = 2 * len(spans) * pool[0].nbytes
+    return states + x.nbytes + weight.nbytes + result.nbytes, x.numel() * (
+        2.0 * weight.shape[1] + 4
+    )
+
+
+def _recur_cost(result, spans, q, k, v, g, beta, pool, view) -> tuple[int, float]:
+    """A row fades a state, and multiplies and adds with it for its key, its query and its value.
+    In chunks it is as many, and those of the rows with each other, which do not count."""
+    moved = sum(x.nbytes for x in (q, k, v, g, beta, result))
+    return 2 * len(spans) * pool[0].nbytes + moved, 7.0 * len(v) * pool[0].numel()
+
+
 COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and its arguments
     "linear": _linear_cost,
     "per_head": _per_head_cost,
@@ -1640,6 +1934,8 @@ COSTS = {  # operation -> (bytes, FLOPs) of its result, the step's spans, and it
     "sparse_attention": _sparse_cost,
     "store_kv": _store_cost,
     "experts": _experts_cost,
+    "conv": _conv_cost,
+    "recur": _recur_cost,
 }
 
 
@@ -1971,7 +2267,7 @@ ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type 
     "scale": "fp32", "eps": "fp32", "requests": "i32", "width": "i32", "V": "i32",
     "x_stride": "i32", "gate_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
     "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
-    "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
+    "g": "*fp32", "beta": "*fp32", "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
     "lines": "*i32", "lengths": "*i32", "index_weights": "*fp32", "scores": "*fp32",
     "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
 }  # fmt: skip
@@ -2106,11 +2402,14 @@ def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
 
 def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
     rope, norm = rope_config(s.heads, s.D, s.R), gated_norm_config(s.H, s.DV)
-    wide = {"weight": "*fp32"}
+    wide, missing = {"weight": "*fp32"}, {"delta": "constexpr"}
     return [
         Launch(f"rope {s.heads} x {s.R} of {s.D}", rope_kernel, dtype, rope),
+        Launch(f"norm {s.D}, float32", norm_kernel, dtype, norm_config(s.D, False), wide | missing),
         Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
         Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
+        *(Launch("conv", conv_kernel, dtype, conv_config(s.K, most)) for most in (1, 512)),
+        *(recur_launch(s, dtype, most) for most in (1, 512)),
     ]
 
 
@@ -2122,6 +2421,12 @@ def store_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
         Launch(f"store {width}, no values", store_kernel, dtype, store_config(width), none)
         for width in (s.D, s.index[1])
     ]
+
+
+def recur_launch(s: Hybrid, dtype: torch.dtype, most: int) -> Launch:
+    config = recur_config(most, s.HK, s.H, s.DK, s.DV, dtype)
+    name = f"recur {s.H} x {s.DK} x {s.DV}, " + ("chunks" if config["CHUNK"] else "a row at a time")
+    return Launch(name, recur_kernel, dtype, config, {"pool": "*fp32"})
 
 
 def step_launches(s: Shape, dtype, rows: int, most: int, arch: int) -> list[Launch]:
@@ -2265,7 +2570,8 @@ def broken(launch: Launch, arch: int, found: Compiled) -> list[str]:
     if found.shared_kib > card.shared_kib:
         wrong.append(f"{found.shared_kib:.0f} of {card.shared_kib} KiB shared memory")
     if "OPERAND" in config and launch.dtype.itemsize == 2:
-        wanted = card.instruction if config["BLOCK_M"] >= 64 else "mma"
+        wanted = card.instruction if config.get("BLOCK_M", 0) >= 64 else "mma"
+        wanted = "fma" if config.get("CHUNK") == 0 else wanted  # rows one by one
         if found.instruction != wanted:
             wrong.append(f"{found.instruction} instead of {wanted}")
     if launch.kernel is attention_kernel:

@@ -534,6 +534,118 @@ def test_gated_products_are_those_of_pytorch(name, rows, width, dtype, guard):
     assert (error <= wanted.abs() * (2.1 * HALF_STEP[dtype] + 2e-6) + extra).all()
 
 
+# ---------------------------------------------------------------- linear attention
+
+MIXES = {  # rows of each request, tables, rows of padding; more than 8 rows are chunks of 16
+    "decodes": ([1, 1, 1], [[3, 9], [0, 4], [3, 6]], 2),
+    "verified": ([3, 1, 8, 2], [[3, 9], [0, 4], [5, 6], [2, 1]], 1),
+    "chunks": ([9, 24, 16, 23], [[0, 1], [2, 3], [4, 5], [6, 7]], 0),
+    "mixed": ([1, 25, 2, 1, 5, 20], [[3, 9], [0, 1], [2, 10], [3, 4], [5, 6], [7, 8]], 3),
+}
+
+
+def stated(counts, tables, padded):
+    """The view of requests with those rows, in a buffer with garbage behind them, and their rows."""
+    rows = list(itertools.accumulate(counts, initial=0))
+    layout = kernels.StateLayout(len(counts) + padded + 3, DEVICE)
+    layout.spans.tensor.copy_(torch.tensor([0, 1, 3, 4] * (len(counts) + padded + 3)))
+    spans = [(row, n, 0) for row, n in zip(rows, counts)]
+    return layout.view(tables, spans, padded), [slice(a, b) for a, b in itertools.pairwise(rows)]
+
+
+def states(guard, tables, *shape, dtype=torch.float32):
+    """A pool of 12 states that are garbage but for the first, which is 0, and those that are read."""
+    pool = guard.empty(12, *shape, dtype=dtype)
+    pool[0] = 0
+    for read in {read for read, _ in tables} - {0}:
+        pool[read] = randn(*shape, seed=read, dtype=dtype)
+    return pool, pool.clone()
+
+
+def padded_columns(guard, x, padded):
+    """x (T, heads, dim) with more rows and columns, which are garbage."""
+    rows = torch.full((padded, *x.shape[1:]), math.nan, dtype=x.dtype, device=DEVICE)
+    return guard.columns(torch.cat((x, rows)), 1, 2)
+
+
+@pytest.mark.parametrize("case", pairwise(
+    mix=list(MIXES), shape=[(5, 4), (600, 2), (3, 1), (20, 7)], dtype=DTYPES
+))  # fmt: skip
+def test_conv_is_that_of_pytorch_for_each_request(case, guard):
+    conv_case(guard, **case)
+
+
+def test_conv_of_a_few_rows(guard):
+    """Small enough for the mutations."""
+    for mix in ("decodes", "verified"):
+        conv_case(guard, mix, (3, 4), torch.float32)
+
+
+def conv_case(guard, mix, shape, dtype):
+    channels, inputs = shape
+    counts, tables, padded = MIXES[mix]
+    view, rows = stated(counts, tables, padded)
+    x = padded_columns(guard, randn(sum(counts), 1, channels, seed=1, dtype=dtype), padded)
+    weight = guard.around(randn(channels, inputs, dtype=dtype))
+    pool, before = states(guard, tables, inputs - 1, channels, dtype=dtype)
+    found = kernels.conv(x[:, 0], weight, pool, view)
+    assert found.dtype == dtype and found[sum(counts) :].eq(0).all(), "padded rows are not 0"
+    for request, (read, write) in zip(rows, tables):
+        given = x[request, 0].float(), weight.float(), before[read].float()
+        wanted, after = kernels.convolve(*given)
+        assert rounded_once(found[request], wanted)
+        assert torch.equal(pool[write].float(), after)
+        before[write] = pool[write]
+    assert same_bits(pool, before), "another state was written"
+
+
+@pytest.mark.parametrize("mix, shape, decay, dtype", [
+    ("decodes", (2, 4, 12, 40), 1.0, torch.float32),
+    ("decodes", (1, 2, 128, 64), 0.01, torch.bfloat16),
+    ("verified", (1, 3, 20, 10), 0.1, torch.float32),
+    ("chunks", (1, 1, 8, 10), 1e-3, torch.float32),
+    ("chunks", (1, 2, 128, 16), 0.1, torch.bfloat16),
+    ("chunks", (1, 1, 16, 8), 1e3, torch.float16),
+    ("mixed", (1, 2, 20, 40), 0.1, torch.float32),
+    ("mixed", (2, 2, 16, 16), 10.0, torch.bfloat16),
+])  # fmt: skip
+def test_recur_is_the_delta_rule_of_each_request(mix, shape, decay, dtype, guard):
+    (counts, tables, padded), (shared, heads, dk, dv) = MIXES[mix], shape
+    view, rows = stated(counts, tables, padded)
+    count = sum(counts)
+    q, k = (randn(count, shared, dk, seed=seed, dtype=dtype) for seed in (1, 2))
+    v, beta = randn(count, heads, dv, seed=3, dtype=dtype), randn(count, heads, seed=4).sigmoid()
+    g = -(randn(count, heads, seed=5) * 2).exp() * decay
+    again = torch.arange(count) % 3 == 2  # keys that come again, of rows with beta 0 or 1
+    k[again], beta[again] = k[0].clone(), (beta[again] > 0.4).float()
+    q, k, v = (padded_columns(guard, x, padded) for x in (q, k, v))
+    g, beta = (padded_columns(guard, x[..., None], padded)[..., 0] for x in (g, beta))
+    pool, before = states(guard, tables, heads, dk, dv)
+    found = kernels.recur(q, k, v, g, beta, pool, view)
+    assert found.dtype == dtype and found[count:].eq(0).all(), "padded rows are not 0"
+    tensor_cores = not kernels.INTERPRETED and dtype != torch.float32 and view.most > kernels.FEW
+    extra = 1e-2 if tensor_cores else 1e-5
+    for request, (read, write) in zip(rows, tables):
+        given = (x[request].float() for x in (q, k, v, g, beta))
+        wanted, after = kernels.delta_rule(*given, before[read])
+        assert rounded_once(found[request], wanted, extra)
+        assert rounded_once(pool[write], after, extra)
+        before[write] = pool[write]
+    assert same_bits(pool, before), "another state was written"
+
+
+def test_a_small_decay_counts_in_a_chunk_also_after_a_large_one(guard):
+    """e^-1000000 and then of a third of an eighth: a float32 sum of these has no such steps."""
+    q, k, v = (guard.around(randn(12, 1, 16, seed=seed)) for seed in (1, 2, 3))
+    g, beta = torch.full((12, 1), -0.125 / 3), torch.ones(12, 1, device=DEVICE)
+    g[0] = -1e6
+    pool, before = states(guard, [[0, 1]], 1, 16, 16)
+    view, _ = stated([12], [[0, 1]], 0)
+    found = kernels.recur(q, k, v, g.to(DEVICE), beta, pool, view)
+    wanted, after = kernels.delta_rule(q, k, v, g.to(DEVICE), beta, before[0])
+    assert rounded_once(found, wanted) and rounded_once(pool[1], after)
+
+
 # ---------------------------------------------------------------- experts
 
 

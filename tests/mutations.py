@@ -2077,13 +2077,6 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "            first = min(first, len(self.known[line]))\n",
-        "",
-        "what a new request has behind its window lies before it on the device",
-        "tests/test_kernels.py -k test_lines_in_a_window",
-    ),
-    (
-        "kernels.py",
         "        firsts = [first_seen(start, self.window) // size for _, _, start in spans]",
         "        firsts = [first_seen(start + n, self.window) // size for _, n, start in spans]",
         "a block that a chunk's first rows still see is old on the device",
@@ -2120,7 +2113,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "kernels.py",
         "    if length <= top:\n        yield whole",
-        "    if length < top:\n        yield whole",
+        "    if length <= 1:\n        yield whole",
         "where there is nothing to choose an index is asked",
         "tests/test_kernels.py -k that_chooses_all_is_attention",
     ),
@@ -2197,8 +2190,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "kernels.py",
         "    one, length = torch.ones_like(row), seen.clamp(max=top)",
-        "    one, length = torch.ones_like(row), seen.clamp(min=top)",
-        "rows with few tokens read more than they have chosen",
+        "    one, length = torch.ones_like(row), seen.clamp(max=top - 1)",
+        "a row reads one token less than it has chosen",
         "tests/triton_cases.py -k test_sparse_attention_reads",
     ),
 ]

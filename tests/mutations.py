@@ -2194,6 +2194,27 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "a row reads one token less than it has chosen",
         "tests/triton_cases.py -k test_sparse_attention_reads",
     ),
+    (
+        "kernels.py",
+        "    scale = dim**-0.5 if scale is None else scale\n",
+        "    scale = dim**-0.5\n",
+        "products have another scale than was given",
+        "tests/triton_cases.py -k test_windows_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "    return _attention(q, keys, values, alone, False, 0, scale)",
+        "    return _attention(q, keys, values, alone, False, 0, None)",
+        "what was chosen is weighted with another scale",
+        "tests/triton_cases.py -k test_sparse_attention_reads",
+    ),
+    (
+        "kernels.py",
+        "                k_rest = tl.load(keys + place[:, None] + rest[None, :], mask=inside_rest, other=0)",
+        "                k_rest = tl.load(keys + place[:, None] + rest[None, :] - 1, mask=inside_rest, other=0)",
+        "a latent's rope is read from beside it",
+        "tests/triton_cases.py -k test_windows_of_a_few_rows",
+    ),
 ]
 
 

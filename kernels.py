@@ -1109,15 +1109,16 @@ def index_kernel(
 ):  # fmt: skip
     """Scores of a row and some keys: -inf of those that it does not see."""
     row = tl.program_id(0).to(tl.int64)
-    key, d = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    exists = key < tl.load(lengths + row)
+    first, length = tl.program_id(1) * BLOCK_N, tl.load(lengths + row)
+    key, d = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    exists = key < length
     table = tables + tl.load(lines + row) * table_stride
     block = tl.load(table + key // S, mask=exists, other=0).to(tl.int64)
     place = (block * S + key % S) * D
     inside = exists[:, None] & (d < D)[None, :]
     k = tl.load(keys + place[:, None] + d[None, :], mask=inside, other=0).to(OPERAND)
     score = tl.where(exists, 0.0, float("-inf"))
-    for start in range(0, H, BLOCK_M):
+    for start in range(0, tl.where(first < length, H, 0), BLOCK_M):  # none where it sees none
         h = start + tl.arange(0, BLOCK_M)
         at = row * q_stride + h[:, None] * D + d[None, :]
         x = tl.load(q + at, mask=(h < H)[:, None] & (d < D)[None, :], other=0).to(OPERAND)

@@ -441,15 +441,16 @@ class BlockManager:
         - a state can be found again at the end of a block only, so chunks end there, and where
           the request leaves what others have computed: the next of its kind begins there.
         """
-        if self.states and n > self.block_size:
-            end = (request.computed + n) // self.block_size * self.block_size
+        size, known = self.block_size, len(request.tokens)
+        if self.states and min(n, known - request.computed) > size:
+            end = min(request.computed + n, known - 1) // size * size  # as far as a match goes
             branch = self._progress(request).branch
             n = (branch if request.computed < branch < end else end) - request.computed
         for group, pool in enumerate(self.pools):
             if pool.room.window:
                 table = request.tables[group] if request.tables else []
                 left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)
-                n = min(n, (len(table) + left) * self.block_size - request.computed)
+                n = min(n, (len(table) + left) * size - request.computed)
         return max(n, 1)
 
     def _progress(self, request) -> Progress:

@@ -2573,13 +2573,6 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "            first = min(first, len(self.known[line]))\n",
-        "",
-        "what a new request has behind its window lies before it on the device",
-        "tests/test_kernels.py -k test_lines_in_a_window",
-    ),
-    (
-        "kernels.py",
         "        firsts = [first_seen(start, self.window) // size for _, _, start in spans]",
         "        firsts = [first_seen(start + n, self.window) // size for _, n, start in spans]",
         "a block that a chunk's first rows still see is old on the device",
@@ -2616,7 +2609,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "kernels.py",
         "    if length <= top:\n        yield whole",
-        "    if length < top:\n        yield whole",
+        "    if length <= 1:\n        yield whole",
         "where there is nothing to choose an index is asked",
         "tests/test_kernels.py -k that_chooses_all_is_attention",
     ),
@@ -2693,8 +2686,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "kernels.py",
         "    one, length = torch.ones_like(row), seen.clamp(max=top)",
-        "    one, length = torch.ones_like(row), seen.clamp(min=top)",
-        "rows with few tokens read more than they have chosen",
+        "    one, length = torch.ones_like(row), seen.clamp(max=top - 1)",
+        "a row reads one token less than it has chosen",
         "tests/triton_cases.py -k test_sparse_attention_reads",
     ),
     (
@@ -2808,6 +2801,25 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "            pass",
         "a request begins in the state that another one left",
         "tests/test_model.py -k logits and qwen3_next",
+        "kernels.py",
+        "    scale = dim**-0.5 if scale is None else scale\n",
+        "    scale = dim**-0.5\n",
+        "products have another scale than was given",
+        "tests/triton_cases.py -k test_windows_of_a_few_rows",
+    ),
+    (
+        "kernels.py",
+        "    return _attention(q, keys, values, alone, False, 0, scale)",
+        "    return _attention(q, keys, values, alone, False, 0, None)",
+        "what was chosen is weighted with another scale",
+        "tests/triton_cases.py -k test_sparse_attention_reads",
+    ),
+    (
+        "kernels.py",
+        "                k_rest = tl.load(keys + place[:, None] + rest[None, :], mask=inside_rest, other=0)",
+        "                k_rest = tl.load(keys + place[:, None] + rest[None, :] - 1, mask=inside_rest, other=0)",
+        "a latent's rope is read from beside it",
+        "tests/triton_cases.py -k test_windows_of_a_few_rows",
     ),
 ]
 

@@ -1233,7 +1233,7 @@ def test_the_lines_of_a_layout_are_its_tables_whatever_happens_to_them(seed, mon
 @pytest.mark.parametrize("seed", range(5))
 def test_lines_in_a_window_are_their_tables_from_the_first_block_that_is_read(seed, monkeypatch):
     """Requests grow by any number of tokens, give back what left the window, are preempted and
-    come again; and what is copied in a step does not grow with the context."""
+    come again, also where a prefix is found; what is copied does not grow with the context."""
     monkeypatch.setattr(kernels, "on_triton", lambda x: True)
     draw, window, size, most = random.Random(seed), 20, 8, 3
     layout = Layout(90, most, 100, size, torch.device("cpu"), torch.float32, window)
@@ -1244,12 +1244,14 @@ def test_lines_in_a_window_are_their_tables_from_the_first_block_that_is_read(se
         spans, row = [], 0
         for request in requests:
             if request[1] > 700 or draw.random() < 0.02:
-                request[0].clear()
-                request[1] = 0
+                request[1] = draw.choice([0, 16, 80])
+                request[0][:] = [0] * (request[1] // size)
             n, table = draw.choice([1, 1, 1, 5, 30]), request[0]
             start, request[1] = request[1], request[1] + n
-            table += [draw.randint(1, 99) for _ in range(-(-request[1] // size) - len(table))]
             gone = max(start - window + 1, 0) // size
+            for block, there in enumerate(table[gone:], gone):
+                table[block] = there or draw.randint(1, 99)
+            table += [draw.randint(1, 99) for _ in range(-(-request[1] // size) - len(table))]
             table[:gone] = [0] * gone
             spans.append((row, n, start))
             row += n

@@ -553,13 +553,13 @@ def test_a_window_is_found_again_if_all_of_the_last_one_is_there():
 def test_the_longest_prefix_that_every_group_can_go_on_from_is_taken():
     manager = BlockManager([8, Room(8, 10), Room(4, state=True)], S)
     _, sizes, request = chunks(manager, ids(0, 40), budget=24)
-    assert sizes == [24, 16] and len(manager.pools[2].index.entries) == 2  # states at 24 and 40
+    assert sizes == [24, 8, 8] and len(manager.pools[2].index.entries) == 3  # at 24, 32 and 40
     manager.release(request)
-    for length, tokens in ((48, 40), (41, 40), (40, 24), (25, 24), (24, 0)):
+    for length, tokens in ((48, 40), (41, 40), (40, 32), (32, 24), (25, 24), (24, 0)):
         assert found(manager, ids(0, length)) == tokens, length
-    tables, count = manager.match(ids(0, 40), None)
-    state = manager.pools[2].index.match(ids(0, 40), None, S, gaps=True)
-    assert tables == [[1, 2, 3], [0, 2, 3], [state[2]]] and state == [0, 0, state[2], 0]
+    tables, count = manager.match(ids(0, 32), None)
+    state = manager.pools[2].index.match(ids(0, 32), None, S, gaps=True)
+    assert tables == [[1, 2, 3], [0, 2, 3], [state[2]]] and state == [0, 0, state[2]]
 
 
 def test_a_step_reads_one_state_and_writes_another():
@@ -577,8 +577,8 @@ def test_a_step_reads_one_state_and_writes_another():
 
 
 @pytest.mark.parametrize("length, sizes", [
-    (7, [7]), (8, [8]), (9, [8, 1]), (15, [8, 7]), (16, [16]), (17, [16, 1]), (47, [40, 7]),
-    (48, [48]), (50, [48, 2]), (130, [64, 64, 2]),
+    (7, [7]), (8, [8]), (9, [8, 1]), (15, [8, 7]), (16, [8, 8]), (17, [16, 1]), (47, [40, 7]),
+    (48, [40, 8]), (50, [48, 2]), (130, [64, 64, 2]),
 ])  # fmt: skip
 def test_chunks_of_a_prompt_end_with_a_block_where_there_are_states(length, sizes):
     manager = BlockManager([40, Room(9, state=True)], S)

@@ -732,7 +732,8 @@ def rooms(
 ) -> tuple[list[Room], int]:
     """Share bytes out among a model's cache groups; and how many requests can run at once.
 
-    States come first: for each running request what it reads, what it writes, and a snapshot.
+    States come first: for each running request what it reads, what it writes, and snapshots of
+    its prompt and of its answer.
     Then windows: for each the blocks of a window and one at either end, and a step's rows. Each
     of these takes at most half of what is left, unless it is the last. Groups that keep all
     tokens have the rest, the same number of blocks each. ValueError: one has not enough.
@@ -752,7 +753,7 @@ def rooms(
             blocks = (left if last else left // 2) // each[spec] - 1
             if spec.kind == "linear":
                 max_running = max(min(max_running, blocks // 2), 1)
-                wanted, least = 3 * max_running, 2
+                wanted, least = 4 * max_running, 2
             else:
                 window = -(-spec.window // block_size) + 2
                 wanted, least = max_running * window + -(-budget // block_size), window

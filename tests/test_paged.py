@@ -627,11 +627,11 @@ def test_bytes_are_shared_out_states_first_then_windows_then_what_keeps_all():
     specs = [state, full, window, window]
     found, running = rooms(specs, 10**6, S, 16, 4, 4)
     assert running == 4
-    assert found[0] == Room(12, state=True) and found[2] == Room(4 * 5 + 2, 20)
-    left = 10**6 - 13 * one - 23 * 2 * block
+    assert found[0] == Room(16, state=True) and found[2] == Room(4 * 5 + 2, 20)
+    left = 10**6 - 17 * one - 23 * 2 * block
     assert found[1] == Room(left // block - 1)
     cache = PagedCache(specs, [room.blocks for room in found], S, 16, 4)
-    assert cache.nbytes == 13 * one + 23 * 2 * block + (left // block) * block <= 10**6
+    assert cache.nbytes == 17 * one + 23 * 2 * block + (left // block) * block <= 10**6
 
 
 def test_little_memory_lowers_how_many_run_and_less_is_refused():
@@ -646,7 +646,7 @@ def test_little_memory_lowers_how_many_run_and_less_is_refused():
             continue
         assert memory > 5000
         lowered += running < 64
-        assert 1 <= running == min(64, found[2].blocks // 2 if found[2].blocks < 192 else 64)
+        assert 1 <= running == min(64, found[2].blocks // 2 if found[2].blocks < 256 else 64)
         assert found[1].blocks >= 5 and found[0].blocks >= 1
         assert PagedCache(specs, [room.blocks for room in found], S, 16, running).nbytes <= memory
     assert lowered > 10

@@ -28,6 +28,8 @@ def serve(engine: Engine, work: list) -> list[list[int]]:
     requests = [engine.add(prompt, params) for prompt, params in work]
     while engine.scheduler.busy:
         engine.step()
+        if engine.counts.steps % 7 == 6 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
         engine.check()
     assert all(request.finish_reason == "length" for request in requests)
     return [one.output for request in requests for one in request.family]
@@ -52,13 +54,13 @@ def record(engine: Engine):
 
 def small(specs) -> int:
     """The fewest bytes that have 4 blocks for what keeps all tokens, and one more than a single
-    request needs of a window, 8 states, or all of these."""
+    request needs of a window, 12 states, or all of these."""
     for memory in range(0, 10**6, 256):
         try:
             found, _ = paged.rooms(specs, memory, 8, 12, 4, 4)
         except ValueError:
             continue
-        if all(room.blocks >= (8 if room.state else -(-room.window // 8) + 4) for room in found):
+        if all(room.blocks >= (12 if room.state else -(-room.window // 8) + 4) for room in found):
             return memory
     raise AssertionError("a cache of a megabyte is too small")
 
@@ -87,8 +89,7 @@ def tokens(family: str, graphs: bool) -> dict:
         ([11 * i % 90 for i in range(15)], params(temperature=0.7, seed=3, top_k=5)),
     ])  # fmt: skip
     found += serve(engine, [(shared + [9], params(max_tokens=1))])
-    counts = engine.counts.preemptions, engine.counts.reused_tokens
-    assert all(counts), f"preempted, found again: {counts}"
+    assert engine.counts.reused_tokens, "nothing was found again"
     assert bool(engine.cache.sizes) == graphs
     return {"family": family, "ids": found}
 

@@ -14,6 +14,8 @@ The data      x (T, E)     T rows: prompt chunks and decodes of all requests, on
                            | x0 x1 ... x(D/2-1) | y0 y1 ... y(D/2-1) |   pair i is (xi, yi)
               pool (P, S, G, D)  keys (or values) of a layer in blocks of S tokens; a View says
                            where each row goes, and where the context of each request lies
+              a state      what a linear layer keeps of a request, however long: it is read at one
+                           place of a pool and written, as it is after the step, at another
               a tile       what one program of the attention kernel computes: some rows of one
                            request times the query heads that share one key/value head
 
@@ -1221,11 +1223,13 @@ def conv(x: Tensor, weight: Tensor, pool: Tensor, view: StateView) -> Tensor:
     wider tensor."""
     if on_triton(x):
         return _conv(x, weight, pool, view)
-    out, taps = torch.zeros(x.shape, dtype=x.dtype, device=x.device), weight.float().unbind(1)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    taps = weight.float().T.contiguous()  # the oldest input first
     for part in view.parts:
         inputs = torch.cat((pool[part.read], x[part.rows]), 1)  # (b, K - 1 + n, C)
         n = part.rows.shape[1]
-        total = sum(inputs[:, j : j + n].float() * tap for j, tap in enumerate(taps))
+        wide = inputs.float()
+        total = sum(wide[:, j : j + n] * tap for j, tap in enumerate(taps))
         out[part.rows] = F.silu(total).to(x.dtype)
         pool[part.write] = inputs[:, n:]
     return out
@@ -1328,8 +1332,9 @@ def _delta_chunk(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor]:
         system = beta * fades * (k @ k.mT)  # its diagonal is taken for 1
         u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
     out = fade * by_query + fades * (q @ k.mT) @ u
-    state = fade[..., -1:, :] * state + (fades[..., -1, :, None] * k).mT @ u
-    return out.flatten(1, 2), state.flatten(1, 2)
+    k, faded = fades[..., -1, :, None] * k, fade[..., -1:, :] * state
+    faded.flatten(0, 2).baddbmm_(k.mT.flatten(0, 2), u.flatten(0, 2))
+    return out.flatten(1, 2), faded.flatten(1, 2)
 
 
 def _recur(q, k, v, g, beta, pool: Tensor, view: StateView) -> Tensor:
@@ -1347,9 +1352,11 @@ FEW = 8  # rows that go one by one: a chunk of fewer is mostly padding
 
 
 def recur_config(most: int, shared: int, heads: int, dk: int, dv: int, dtype: torch.dtype) -> dict:
-    """Chunks of 16 rows and 32 columns of a state are what the registers hold, of rows in half
-    precision. Their products with float32 numbers are in TF32: it has all bits of a row's and 11 of
-    a state's, where a bfloat16 result keeps 8. Rows in float32 go one by one, in float32."""
+    """16 rows in half precision and 32 columns of a state are what the registers hold. Products
+    with float32 are in TF32, Triton's default: all bits of q and k, 11 of a state. A result is
+    then off by up to 0.0018 of itself, as bfloat16's rounding alone is, after 64 rows and after
+    8,192, and with keys that are all alike. Rows in float32 go one by one, in float32.
+    (No GPU has run this yet.)"""
     chunked = most > FEW and (dtype.itemsize == 2 or INTERPRETED)
     return {
         "HK": shared, "H": heads, "DK": dk, "DV": dv, "CHUNK": 16 if chunked else 0, "FEW": FEW,
@@ -2409,8 +2416,7 @@ def hybrid_launches(s: Hybrid, dtype: torch.dtype) -> list[Launch]:
         Launch(f"norm {s.D}, float32", norm_kernel, dtype, norm_config(s.D, False), wide | missing),
         Launch(f"gated norm {s.H} x {s.DV}", gated_norm_kernel, dtype, norm),
         Launch(f"gated norm {s.H} x {s.DV}, float32", gated_norm_kernel, dtype, norm, wide),
-        *(Launch("conv", conv_kernel, dtype, conv_config(s.K, most)) for most in (1, 512)),
-        *(recur_launch(s, dtype, most) for most in (1, 512)),
+        *(step for most in (1, 512) for step in state_launches(s, dtype, most)),
     ]
 
 
@@ -2424,10 +2430,15 @@ def store_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:
     ]
 
 
-def recur_launch(s: Hybrid, dtype: torch.dtype, most: int) -> Launch:
-    config = recur_config(most, s.HK, s.H, s.DK, s.DV, dtype)
-    name = f"recur {s.H} x {s.DK} x {s.DV}, " + ("chunks" if config["CHUNK"] else "a row at a time")
-    return Launch(name, recur_kernel, dtype, config, {"pool": "*fp32"})
+def state_launches(s: Hybrid, dtype: torch.dtype, most: int) -> list[Launch]:
+    """Linear attention in a step of `most` rows of each request."""
+    config, states = recur_config(most, s.HK, s.H, s.DK, s.DV, dtype), {"pool": "*fp32"}
+    name = f"recur {s.H} x {s.DK} x {s.DV}" + ", in chunks" * (config["CHUNK"] > 0)
+    conv = f"conv {s.K}" + ", one row" * (most == 1)
+    return [
+        Launch(conv, conv_kernel, dtype, conv_config(s.K, most)),
+        Launch(name, recur_kernel, dtype, config, states),
+    ]
 
 
 def step_launches(s: Shape, dtype, rows: int, most: int, arch: int) -> list[Launch]:

@@ -646,6 +646,49 @@ def test_a_small_decay_counts_in_a_chunk_also_after_a_large_one(guard):
     assert rounded_once(found, wanted) and rounded_once(pool[1], after)
 
 
+class TensorCores:
+    """Stands for triton.language in kernels.py: products see 10 bits after the point."""
+
+    def __getattr__(self, name):
+        return getattr(TRITON, name)
+
+    def dot(self, a, b, acc=None):
+        bits = (x.to(TRITON.int32, bitcast=True) & -(2**13) for x in (a, b))
+        return TRITON.dot(*(x.to(TRITON.float32, bitcast=True) for x in bits), acc)
+
+
+TRITON = kernels.tl
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU has them")
+@pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])
+def test_chunks_in_tensor_cores_are_as_exact_as_bfloat16(alike, guard, monkeypatch):
+    """Of keys that are alike, the inverse of a chunk has numbers that nearly cancel."""
+    q, k, v = (randn(96, 1, 16, seed=seed, dtype=torch.bfloat16).float() for seed in (1, 2, 3))
+    k = (alike * k[:1] + (1 - alike) * k).bfloat16().float()
+    g, beta = torch.zeros(96, 1, device=DEVICE), torch.ones(96, 1, device=DEVICE)
+    pool, before = states(guard, [[0, 1]], 1, 16, 16)
+    wanted, after = kernels.delta_rule(q, k, v, g, beta, before[0])
+    view, _ = stated([96], [[0, 1]], 0)
+    monkeypatch.setattr(kernels, "language", TRITON, raising=False)  # which the interpreter needs
+    monkeypatch.setattr(kernels, "tl", TensorCores())
+    found = kernels.recur(q, k, v, g, beta, pool, view)
+    for a, b in ((found, wanted), (pool[1], after)):
+        assert 1e-5 < (a - b).norm() / b.norm() < 2.0**-9
+
+
+def test_a_step_of_padding_alone_reads_and_writes_nothing(guard):
+    """As graphs are recorded."""
+    view, _ = stated([], [], 3)
+    pool, before = states(guard, [], 2, 8, 8)
+    nan = guard.empty(3, 2, 8)
+    assert kernels.recur(nan, nan, nan, nan[..., 0], nan[..., 0], pool, view).eq(0).all()
+    assert same_bits(pool, before)
+    pool, before = states(guard, [], 3, 8)
+    assert kernels.conv(nan[:, 0], randn(8, 4), pool, view).eq(0).all()
+    assert same_bits(pool, before)
+
+
 # ---------------------------------------------------------------- experts
 
 

@@ -1,27 +1,31 @@
 """The model: from token ids to logits, one forward pass at a time.
 
-The idea      A decoder is the same layer some dozens of times: attention, which looks at earlier
-              tokens through the cache, then an MLP, which looks at its own row only. Families
-              differ by a few fields of one Config (biases, norms on q and k, layers without
-              rope, experts), not by classes. The layers see rows: they cannot tell a prompt's
-              rows from a decode's.
+The idea      A decoder is a layer some dozens of times: a mixer, which looks at earlier tokens
+              through the cache, then an MLP, which looks at its own row only. There is a class
+              for each kind of mixer: attention (to all tokens, or a window), a state of constant
+              size, attention to latents. Families differ by fields of one Config (biases, norms,
+              ropes, gates, experts). The layers see rows: they cannot tell a prompt's rows from
+              a decode's.
 
 The data      tokens (T,) -> embedding (T, E)
-              each layer:  x + out(attend(rope(q), rope(k), v))     q (T, H, D), k, v (T, G, D)
-                           x + down(silu(gate) * up)                (T, F) inside
-                           with q, k, v, gate and up made of norm(x)
+              each layer:  x + mixer(norm(x)), which is one of
+                             Attention  attend(rope(q), rope(k), v)     q (T, H, D), k, v (T, G, D)
+                             DeltaNet   recur(conv(q, k, v), g, beta)   a state for each request
+                             Latent     attend(q to latents, latents)   one key for all heads
+                           x + down(silu(gate) * up)                    (T, F) inside, of norm(x)
               hidden (T, E) after the final norm -> logits (R, V) of the R rows that are sampled
               Checkpoint = config, tensors, tokenizer, template, generation: plain data, the
               same from a folder of safetensors and from a GGUF file
 
 Invariants    1. a row's logits depend on its own request's rows at positions up to its own
-              2. every tensor of the file is consumed (old rotary tables and layers that draft
-                 further tokens apart) and every parameter is filled
+              2. every tensor of the file is consumed and every parameter is filled; what is
+                 left is named (old rotary tables, vision, layers that draft further tokens)
               3. rope is applied before a key is stored: cached keys are never turned again
               4. what the config asks for and this file does not do is refused by name
 
 Units         positions in tokens, angles in radians, sizes in bytes.
-Article       "Prefill vs. Decode: Why the Second Token Is a Different Workload"
+Articles      "Prefill vs. Decode: Why the Second Token Is a Different Workload" and
+              "When Most Layers Stop Caching: Hybrid, Sliding, and Sparse Attention, Sized"
 Try           python model.py                  a tiny model: parameters, prefill equals decode
               python model.py --experts 4      the same with a mixture of experts
               python tests/mutations.py model.py   change it: known bugs, each with its test
@@ -964,7 +968,7 @@ class Take:
         parts = {name: self.tensors.four_bit(name) for name in shapes if name in self.tensors}
         rows = sum(out for out, _ in shapes.values())
         width = next(iter(shapes.values()))[1]
-        if len(parts) < len(shapes) or None in parts.values():
+        if len(parts) < len(shapes) or None in parts.values() or self.order.keys() & shapes.keys():
             return None
         if not kernels.packs((rows, width), "int4"):
             return None

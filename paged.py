@@ -6,7 +6,8 @@ The idea      A contiguous cache must keep room for the longest answer a request
               its last one is full. Blocks are counted, so several requests can hold the same
               one: the samples of a prompt share it, and a block that is full is remembered by
               what is in it and before it, so that the next prompt that begins the same way
-              finds it.
+              finds it. Layers that keep the same are a group, with pools and tables of its own:
+              a window gives back what no later row sees, a state is one block for all tokens.
 
 The data      tables   A  5 1 7        A's tokens 0..15 are in block 5, 16..31 in block 1, ...
                        B  5 1 2        B began like A: references of 5 and 1 are 2
@@ -15,6 +16,11 @@ The data      tables   A  5 1 7        A's tokens 0..15 are in block 5, 16..31 i
               index    hash(salt, ids 0..15) -> 5    hash(that, ids 16..31) -> 1    ...
               free     3 6             take: a free block, else evict the cached one whose
                                        turn it is (least recently used, tails before heads)
+              groups   full    5 1 7 4     every token's
+                       window  0 0 7 4     0: left the window, given back
+                       state   3 8         what the step reads, what it writes; then  8
+                       A prefix is found where all of them can go on: all blocks are known,
+                       all of the last window, a state after just that many tokens.
 
 Invariants    1. free + held + cached == blocks; no block is in two of them
               2. a block's references are the tables that hold it
@@ -23,10 +29,14 @@ Invariants    1. free + held + cached == blocks; no block is in two of them
               5. a block that several tables hold is never written: a match ends before the
                  last token, and the one block that is not full is copied at a fork
               6. a match is by ids: two prefixes with the same hash are a miss
+              7. a windowed table has the blocks that the next row sees, and 0 before them
+              8. a state is written once, by the step that follows the one it reads; state 0 is
+                 the one before the first token, and is all zeros
 
 Units         blocks; S tokens a block; lengths and positions in tokens.
-Articles      "Paged Attention: Virtual Memory for the KV Cache" and
-              "Prefix Caching: When It Pays and How to Design Prompts for It"
+Articles      "Paged Attention: Virtual Memory for the KV Cache",
+              "Prefix Caching: When It Pays and How to Design Prompts for It" and
+              "When Most Layers Stop Caching: Hybrid, Sliding, and Sparse Attention, Sized"
 Try           python paged.py                   a pool before and after sharing, forks, eviction
               python paged.py --block-size 8    smaller blocks: less waste, longer tables
               python tests/mutations.py paged.py   change it: known bugs, each with its test

@@ -608,16 +608,15 @@ def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 
 
 
 def shard(spec: LayerSpec, tp: int) -> LayerSpec:
-    """One GPU's part of a layer among `tp`: heads divide, and when one is left they repeat.
+    """One GPU's part of a layer among `tp`: heads divide, and when one is left it is repeated.
 
-    A latent is whole on each GPU: all its query heads share it.
+    So a latent, the one head that all queries share, is whole on each GPU.
     """
-    if spec.kind in ("latent", "sparse", "none"):
-        return spec
     parts = spec.groups if spec.kind in STATES else spec.heads
     if parts % tp and (spec.kind in STATES or tp % parts):
         raise ValueError(f"{parts} heads of {spec.kind} layers do not divide over {tp} GPUs")
-    return replace(spec, heads=max(1, spec.heads // tp), conv=(spec.conv[0], spec.conv[1] // tp))
+    heads = max(min(spec.heads, 1), spec.heads // tp)
+    return replace(spec, heads=heads, conv=(spec.conv[0], spec.conv[1] // tp))
 
 
 @dataclass(frozen=True)
@@ -1074,8 +1073,9 @@ def example(models: dict) -> str:
         f"16 of them do, 48 keep a state instead: 16 x 4,096 bytes a token + {human(states)}"
         f" {human(sum(stored_bytes(s, length) for s in specs)):>15}",
         "",
-        f"{'':<33} {'with':>9}   vLLM's blocks for one request, and with prefix caching",
-        f"{'cache format':<22} {'B/token':>10} {'states':>9}   {'tokens each':>11}",
+        f"{'':<22} {'':>8} {'+ the':>10}{'tokens':>10}   {'blocks of one request':<21}"
+        f" {'with prefix caching':>19}",
+        f"{'cache format':<22} {'B/token':>8} {'states':>10}{'a block':>10}",
     ]
     formats = {"bf16": "bf16", "fp8": "fp8", "q8_0": "q8_0", "q4_0": "q4_0"}
     formats["int4_per_token_head"] = "int4"
@@ -1083,28 +1083,33 @@ def example(models: dict) -> str:
     for name in formats:
         token = sum(row_bytes(s, name) for s in specs if s.grows)
         totals[name] = sum(stored_bytes(s, length, name) for s in specs)
-        line = f"{name:<22} {token:>10,} {human(totals[name]):>9}"
+        line = f"{name:<22} {token:>8,} {human(totals[name]):>10}"
         if not name.startswith("q"):  # llama.cpp's: no blocks
             made = [plan(specs, 0, length, name, prefix=prefix) for prefix in (False, True)]
-            sizes = [f"{p.request:>5} = {human(p.request * p.block_bytes):>9}" for p in made]
-            line += f"   {made[0].block:>11,} {sizes[0]} {sizes[1]}"
+            sizes = [f"{p.request} = {human(p.request * p.block_bytes)}" for p in made]
+            line += f"{made[0].block:>10,}   {sizes[0]:<21} {sizes[1]:>19}"
         lines.append(line)
     room = 0.972 * GPUS["rtx3090"] * gib - 1.09 * gib - 0.5 * gib
     lines += [
         "",
         "0.972 of the GPU, less 1.09 GiB of activations and about 0.5 GiB of graphs and the like,",
-        f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache of one request:",
+        f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache; thousands of"
+        " tokens that fit:",
         "",
-        f"{'weights':<15} {'':>11} {'left':>11}" + "".join(f"{x:>11}" for x in formats.values()),
+        f"{'weights':<15} {'':>10} {'left':>11}" + "".join(f"{x:>10}" for x in formats.values()),
     ]
     for name, bits in (("bf16", 16), ("fp8", 8), ("int4, 4.5 bits", 4.5), ("3.5 bits", 3.5)):
-        left = room - count * bits / 8
-        answers = "".join(f"{'fits' if left >= totals[x] else 'no':>11}" for x in formats)
-        lines.append(f"{name:<15} {human(count * bits / 8):>11} {human(left):>11}{answers}")
+        left, answers = room - count * bits / 8, ""
+        for x in formats:
+            most = longest(lambda n: sum(stored_bytes(s, n, x) for s in specs) <= left) // 1000
+            answers += f"{f'{most}k' if most else '-':>8} {'+' if left >= totals[x] else ' '}"
+        lines.append(
+            f"{name:<15} {human(count * bits / 8):>10} {human(left):>11}{answers}".rstrip()
+        )
     lines += [
         "",
-        "In order: a quarter of the layers grow (4x), 24 query heads share 4 keys (6x), weights in",
-        "4 bits (4x), and a cache in 4 bits (4x). With a cache in 8 bits it ends before 262,144.",
+        f"+ holds {length:,}. In order: a quarter of the layers keep tokens (4x), 24 query heads",
+        "share 4 heads of keys (6x), weights in 4 bits (4x), and then the cache in 4 bits (4x).",
     ]
     return "\n".join(lines)
 

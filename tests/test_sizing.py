@@ -294,6 +294,8 @@ def test_pipeline_stages_take_the_memory_of_the_fullest():
     assert plan(specs, 10**9, 64, stages=2).block_bytes == 4 * 16 * 4096
     mixed = [LayerSpec("full", 8, 128), LayerSpec("sliding", 8, 128, 64)] * 4
     assert plan(mixed, 10**9, 64, stages=2).block_bytes == 2 * 16 * 4096
+    sparse = [mixed[0], mixed[1], mixed[1]] * 2  # a group takes every second sliding layer
+    assert plan(sparse, 10**9, 64, stages=2).block_bytes == 16 * 4096
 
 
 def test_context_parallelism_divides_a_request():
@@ -642,6 +644,17 @@ def test_every_flag_changes_the_answer(capsys):
         assert code == 0 and out != plain, change
     window = ["--model", "Gemma-3-27b", "--kv-memory", "9GiB", "--json"]
     assert run(capsys, *window)[1] != run(capsys, *window, "--no-hybrid-manager")[1]
+
+
+def test_a_draft_layer_has_a_cache_of_its_own(capsys):
+    """The log of 255,975 tokens, from the command line: 17 layers keep tokens, not 16."""
+    flags = ["--kv-memory", "17.25GiB", "--num-spec", "1", "--no-prefix-cache"]
+    flags += ["--max-model-len", "131,072", "--vllm-version", "0.21", "--json"]
+    found = json.loads(run(capsys, "--model", "Qwen3.6-27B", *flags)[1])
+    assert (found["kv_tokens"], found["block_size"], found["num_blocks"]) == (255_975, 800, 332)
+    assert max(group["layers"] for group in found["groups"]) == 17
+    found = json.loads(run(capsys, "--model", "DeepSeek-V3", *flags)[1])
+    assert [group["layers"] for group in found["groups"]] == [62]
 
 
 def test_models_side_by_side(capsys):

@@ -655,7 +655,8 @@ def plan(
     block, every = block or step, prefix and not drafts and (0, 16) <= version < (0, 27)
     for s in kinds.keys() - row.keys():  # a page of attention grows until a state fits
         unit = math.lcm(step, s.window) if every and s.kind == "mamba2" else step
-        block = max(block, unit * -(-state_bytes(s, number, drafts) // (unit * min(row.values()))))
+        least = -(-state_bytes(s, number, drafts) // min(row.values()))  # tokens
+        block = block if block >= least else unit * -(-least // unit)
     page = block * max(row.values())
     alike = len({s.grows or (s.kind, s.window) for s in kinds}) == 1
     if not alike and any(page % width for width in row.values()):

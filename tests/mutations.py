@@ -2098,8 +2098,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kv_cache.py",
-        "        block = max(block, unit * -(-state_bytes(s, number, drafts) // (unit * min(row.values()))))",
-        "        block = max(block, -(-state_bytes(s, number, drafts) // min(row.values())))",
+        "        block = block if block >= least else unit * -(-least // unit)",
+        "        block = max(block, least)",
         "6: a hybrid's block is no multiple of what kernels take",
         "tests/test_sizing.py -k test_a_page_of_attention_grows_until_a_state_fits",
     ),

@@ -643,9 +643,10 @@ def plan(
     max_num_batched_tokens. drafts: tokens proposed a step. prefix: prefix caching. context:
     GPUs of decode context parallelism. hybrid: the manager that frees what left a window.
     """
-    if not hybrid or version < (0, 9):
-        windows = ("sliding", "chunked")
-        specs = [replace(s, kind="full", window=0) if s.kind in windows else s for s in specs]
+    all_kept = [] if hybrid and version >= (0, 9) else ["sliding", "chunked"]
+    if (0, 10, 1) <= version < (0, 13):  # freeing chunks was slower than keeping them
+        all_kept.append("chunked")
+    specs = [replace(s, kind="full", window=0) if s.kind in all_kept else s for s in specs]
     places = [i for i, s in enumerate(specs) if s.kind not in ("shared", "none")]
     kinds = Counter(specs[i] for i in places)
     row = {s: row_bytes(s, dtype) for s in kinds if s.kind not in STATES}
@@ -687,9 +688,8 @@ def plan(
     needs = [request(s, size) for s, size in zip(heads, sizes)]
     blocks = max(0, memory // block_bytes)
     concurrency = blocks / sum(needs) if version >= (0, 9) else blocks * block / length
-    tokens = int(concurrency * length)
-    if version <= (0, 20, 0):  # 0.20.1 is the first to print what the concurrency implies
-        tokens = blocks // len(groups) * min(sizes) * context
+    printed = blocks // len(groups) * min(sizes) * context  # until 0.20.0
+    tokens = int(concurrency * length) if version > (0, 20, 0) else printed
     shown = tuple(zip([s.kind for s in heads], map(len, groups), sizes, needs))
     return Plan(min(sizes), shown, block_bytes, blocks, sum(needs), concurrency, tokens)
 

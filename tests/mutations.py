@@ -2126,8 +2126,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kv_cache.py",
-        "    if version <= (0, 20, 0):",
-        "    if version <= (0, 21):",
+        "    tokens = int(concurrency * length) if version > (0, 20, 0) else printed",
+        "    tokens = int(concurrency * length) if version > (0, 21, 0) else printed",
         "sizing: the printed unit changes a version late",
         "tests/test_sizing.py -k test_the_printed_tokens_changed_their_meaning",
     ),

@@ -259,6 +259,9 @@ def test_groups_are_as_large_as_the_rarest_kind_unless_that_pads_more():
     assert groups("gpt-oss-120b") == [("sliding", 18), ("full", 18)]
     assert groups("DeepSeek-V3.2") == [("sparse", 61)]
     assert groups("Gemma-3-27b", (0, 8)) == groups("Gemma-3-27b", hybrid=False) == [("full", 62)]
+    scout = [groups("Llama-4-Scout-17B-16E", v) for v in ((0, 10), (0, 12), (0, 13))]
+    assert scout[0] == scout[2] == [("chunked", 12)] * 3 + [("full", 12)]
+    assert scout[1] == [("full", 48)]
     drafted = layers(MODELS["gpt-oss-20b"]) + [layers(MODELS["gpt-oss-20b"])[1]]  # 12 and 13
     padded = [[count for _, count, *_ in plan(drafted, 0, 4096, version=v).groups]
               for v in ((0, 11), (0, 12))]  # fmt: skip

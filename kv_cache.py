@@ -1049,10 +1049,11 @@ def comparison(results: list[dict]) -> str:
             f"{r['model'][:24]:<24} {kinds:<26} {r['bytes_per_token']:>8,} {human(fixed):>10}"
             f" {human(r['stored_bytes']):>11} {human(r['read_bytes_per_token']):>11}"
         )
-    lines += ["", f"{'tokens':<12}" + "".join(f"{r['model'][:16]:>17}" for r in results[:5])]
-    for at in zip(*(r["by_context"] for r in results[:5])):
-        cells = "".join(f"{human(x['stored_bytes']):>17}" for x in at)
-        lines.append(f"{at[0]['tokens']:<12,}{cells}")
+    lengths = [x["tokens"] for x in results[0]["by_context"]][::2]
+    lines += ["", f"{'stored, by tokens':<24} " + "".join(f"{n:>12,}" for n in lengths)]
+    for r in results:
+        cells = "".join(f"{human(x['stored_bytes']):>12}" for x in r["by_context"][::2])
+        lines.append(f"{r['model'][:24]:<24} {cells}")
     lines.append("")
     for r in results:
         lines.append(f"{r['model'][:24]:<24} {'#' * max(1, round(60 * r['stored_bytes'] / most))}")

@@ -601,9 +601,8 @@ def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 
     if spec.kind in STATES:
         return 2 * state_bytes(spec, number)
     keys = eight_bits(spec.index)
-    seen = min(tokens, spec.window or tokens, spec.top or tokens)
-    if spec.kind == "chunked" and tokens > spec.window:
-        seen = spec.window // 2
+    half = spec.kind == "chunked" and tokens > spec.window
+    seen = spec.window // 2 if half else min(tokens, spec.window or tokens, spec.top or tokens)
     return tokens * keys + seen * (row_bytes(spec, dtype) - keys)
 
 
@@ -644,8 +643,7 @@ def plan(
     GPUs of decode context parallelism. hybrid: the manager that frees what left a window.
     """
     all_kept = [] if hybrid and version >= (0, 9) else ["sliding", "chunked"]
-    if (0, 10, 1) <= version < (0, 13):  # freeing chunks was slower than keeping them
-        all_kept.append("chunked")
+    all_kept += ["chunked"] * ((0, 10, 1) <= version < (0, 13))  # freeing them was slower
     specs = [replace(s, kind="full", window=0) if s.kind in all_kept else s for s in specs]
     places = [i for i, s in enumerate(specs) if s.kind not in ("shared", "none")]
     kinds = Counter(specs[i] for i in places)
@@ -654,8 +652,9 @@ def plan(
         raise ValueError("states have no page before vLLM 0.10, nor in a model without attention")
     step = 64 if any(s.kind in ("latent", "sparse") for s in kinds) else 16
     block, every = block or step, prefix and not drafts and (0, 16) <= version < (0, 27)
+    every = every and any(s.kind == "mamba2" for s in kinds)  # block ends in a state
     for s in kinds.keys() - row.keys():  # a page of attention grows until a state fits
-        unit = math.lcm(step, s.window) if every and s.kind == "mamba2" else step
+        unit = math.lcm(step, s.window) if every else step
         least = -(-state_bytes(s, number, drafts) // min(row.values()))  # tokens
         block = block if block >= least else unit * -(-least // unit)
     page = block * max(row.values())
@@ -664,15 +663,7 @@ def plan(
         raise ValueError(f"vLLM has no common page of {sorted(set(row.values()))} bytes a token")
     groups = [places] if alike else _groups(specs, kinds, version)
     flight = batched * (1 if version < (0, 26) else 2 if stages == 1 else stages)
-
-    def request(s: LayerSpec, size: int) -> int:
-        """Blocks that a request takes of one group."""
-        if s.kind in STATES and not (every and s.kind == "mamba2"):
-            return 1 + drafts + (prefix and version >= (0, 14))
-        if s.kind == "sliding":  # the oldest block may hold one token of the window
-            return -(-min(s.window - 1 + flight, length) // size) + 1
-        seen = s.window + flight if s.kind == "chunked" else -(-length // context)
-        return -(-min(seen, length) // size)
+    states = -(-length // block) if every else 1 + drafts + (prefix and version >= (0, 14))
 
     def stage_bytes(first: int, end: int) -> int:
         """Bytes of a block on the GPU that holds these layers."""
@@ -685,13 +676,23 @@ def plan(
     block_bytes = max(stage_bytes(*ends) for ends in pairwise(accumulate(depth, initial=0)))
     heads = [specs[at[0]] for at in groups]
     sizes = [page // row[s] if s in row and not alike else block for s in heads]
-    needs = [request(s, size) for s, size in zip(heads, sizes)]
+    needs = [_needs(s, n, length, flight, states, context) for s, n in zip(heads, sizes)]
     blocks = max(0, memory // block_bytes)
     concurrency = blocks / sum(needs) if version >= (0, 9) else blocks * block / length
     printed = blocks // len(groups) * min(sizes) * context  # until 0.20.0
     tokens = int(concurrency * length) if version > (0, 20, 0) else printed
     shown = tuple(zip([s.kind for s in heads], map(len, groups), sizes, needs))
     return Plan(min(sizes), shown, block_bytes, blocks, sum(needs), concurrency, tokens)
+
+
+def _needs(s: LayerSpec, block: int, length: int, flight: int, states: int, context: int) -> int:
+    """Blocks that a request of `length` tokens takes of one group, with `flight` in a step."""
+    if s.kind in STATES:
+        return states
+    if s.kind == "sliding":  # the oldest block may hold one token of the window
+        return -(-min(s.window - 1 + flight, length) // block) + 1
+    seen = s.window + flight if s.kind == "chunked" else -(-length // context)
+    return -(-min(seen, length) // block)
 
 
 def _groups(specs: list[LayerSpec], kinds: Counter, version: tuple[int, ...]) -> list[list[int]]:
@@ -713,6 +714,7 @@ GPUS = {  # name -> GiB as CUDA reports them, which is less than on the box
     "gb10": 119.68, "h200": 139.81, "b200": 178.35,
 }  # fmt: skip
 BYTES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+LLAMA = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")  # llama.cpp's formats, not vLLM's
 BITS = {"bf16": 16, "fp8": 8, "int4": 4.5}  # of a weight; int4: with a 16-bit scale of every 32
 
 
@@ -922,18 +924,22 @@ def _capacity(config: dict, specs: list[LayerSpec], total, context: int, number:
             drafts, not a.no_prefix_cache, stages, ranks, not a.no_hybrid_manager,
         )  # fmt: skip
 
+    by_bytes = (
+        {name: {"bytes": size, "why": why} for name, (size, why) in lines.items()}, memory,
+        longest(lambda n: total(n) <= memory * stages * ranks),
+        max(0, memory * stages * ranks) / total(context),
+    )  # fmt: skip
+    if a.kv_dtype in LLAMA:  # has no blocks: it allocates a context of the given length
+        return dict.fromkeys(keys) | dict(zip(keys, by_bytes))
     made = planned(length)
     most = _whole(config, "max_position_embeddings") or _whole(config, "model_max_length")
     groups = [dict(zip(("kind", "layers", "block_size", "blocks"), group)) for group in made.groups]
-    values = (
-        {name: {"bytes": size, "why": why} for name, (size, why) in lines.items()}, memory,
-        longest(lambda n: total(n) <= memory * stages * ranks),
-        max(0, memory * stages * ranks) / total(context), ".".join(map(str, version)), length,
-        batched, drafts, drafters, not a.no_prefix_cache, made.block, made.block_bytes,
-        made.blocks, groups, made.request, made.tokens, made.concurrency,
-        longest(lambda n: planned(n).concurrency >= 1, most or 2**24),
+    in_blocks = (
+        ".".join(map(str, version)), length, batched, drafts, drafters, not a.no_prefix_cache,
+        made.block, made.block_bytes, made.blocks, groups, made.request, made.tokens,
+        made.concurrency, longest(lambda n: planned(n).concurrency >= 1, most or 2**24),
     )  # fmt: skip
-    return dict(zip(keys, values))
+    return dict(zip(keys, by_bytes + in_blocks))
 
 
 def draft_layers(config: dict) -> int:
@@ -999,19 +1005,27 @@ def _capacity_lines(r: dict) -> list[str]:
     if memory <= 0:
         return [*lines, "Nothing is left for a cache: fewer bits a weight, or more GPUs."]
     one = "of any length" if most == 2**40 else f"of {most:,} tokens"
+    lines.append(
+        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  requests of"
+        f" {r['context']:,} tokens, or one {one}"
+    )
+    if r["block_size"] is None:
+        return lines
     drafts = f", {r['num_spec']} drafts" if r["num_spec"] else ""
     caching = "on" if r["prefix_cache"] else "off"
     lines += [
-        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  requests of"
-        f" {r['context']:,} tokens, or one {one}",
         "",
         f"vLLM {r['vllm_version']}, --max-model-len {length}, {r['max_num_batched_tokens']:,}"
         f" tokens a step, prefix caching {caching}{drafts}:",
     ]
     alike = Counter((g["kind"], g["block_size"], g["blocks"]) for g in r["groups"])
     size = max(g["layers"] for g in r["groups"])
-    for (kind, block, blocks), count in alike.items():
-        padding = count * size - sum(g["layers"] for g in r["groups"] if g["kind"] == kind)
+    for key, count in alike.items():
+        kind, block, blocks = key
+        same = [
+            g["layers"] for g in r["groups"] if (g["kind"], g["block_size"], g["blocks"]) == key
+        ]
+        padding = count * size - sum(same)
         padded = f" ({padding} of them padding)" if padding else ""
         lines.append(
             f"  {count} group{'s' * (count > 1)} of {size} {kind} layers{padded}: blocks of"
@@ -1287,6 +1301,9 @@ def _main(argv: list[str] | None = None):
     for name in sorted(given & NEEDS.keys()):
         if not given & set(NEEDS[name]):
             parser.error(f"{flag_of[name]} needs {' or '.join(flag_of[x] for x in NEEDS[name])}")
+    vllms = {name for name in given if NEEDS.get(name) == ("gpu", "kv_memory")}
+    if args.kv_dtype in LLAMA and vllms:
+        parser.error(f"--kv-dtype {args.kv_dtype} is llama.cpp's, {flag_of[min(vllms)]} is vLLM's")
     if {"gpu", "kv_memory"} <= given:
         parser.error("--kv-memory takes the place of --gpu's budget: give one of them")
     if (args.kv_dtype or "auto") not in FORMATS:

@@ -666,6 +666,15 @@ def test_a_draft_layer_has_a_cache_of_its_own(capsys):
     assert [group["layers"] for group in found["groups"]] == [62]
 
 
+def test_a_format_of_llama_cpp_gets_bytes_and_no_blocks(capsys):
+    flags = ["--model", "Qwen3.6-27B", "--kv-memory", "5GiB", "--kv-dtype", "q4_0"]
+    found = json.loads(run(capsys, *flags, "--json")[1])
+    assert found["longest_context"] == (5 * GIB - 153_944_064) // 18_432
+    assert found["num_blocks"] is None and found["kv_tokens"] is None
+    text = run(capsys, *flags)[1]
+    assert f"or one of {found['longest_context']:,} tokens" in text and "vLLM" not in text
+
+
 def test_models_side_by_side(capsys):
     code, out, _ = run(
         capsys, "--compare", "Qwen3-32B", "Llama-4-Scout-17B-16E", "--context", "4096"
@@ -732,6 +741,7 @@ REFUSED = {  # command line -> exit code and words of the refusal
     "--kv-memory 1GiB --vllm-version 0.5": (2, "'0.5' is no version from 0.6 on"),
     "--kv-memory 1GiB --pp 31": (1, "--pp 31 is more than 30 layers"),
     "--kv-dtype int8": (2, "--kv-dtype int8 is not one of auto, bf16"),
+    "--kv-dtype q8_0 --kv-memory 1GiB --pp 2": (2, "q8_0 is llama.cpp's, --pp is vLLM's"),
     "--kv-dtype fp8_ds_mla": (1, "'fp8_ds_mla' does not fit layers of the kind 'full'"),
     "--model Qwen3-8B --tp 3": (1, "--tp 3 does not divide 32 query heads"),
     "--model GLM-4.5 --gpu h100": (1, "give the weights' size"),

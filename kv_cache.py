@@ -965,21 +965,21 @@ def report(r: dict) -> str:
     """A model's sizes: what its layers keep, what that makes of a length, what a GPU holds."""
     gpus = "one GPU" if r["tp"] == 1 else f"each of {r['tp']} GPUs"
     at = f"at {r['context']:,} tokens"
-    layers_ = sum(row["layers"] for row in r["kinds"])
+    count = sum(row["layers"] for row in r["kinds"])
     dtype = "bfloat16 (auto)" if r["kv_dtype"] == "auto" else r["kv_dtype"]
     lines = [
-        f"{r['model']}: what {layers_} layers keep of a request on {gpus}, cache in {dtype}",
+        f"{r['model']}: what {count} layers keep of a request on {gpus}, cache in {dtype}",
         "",
         f"{'kind':<8} {'layers':>6}  {'each keeps':<46} {'B/token':>8} {'stored':>11}"
         f" {'read/token':>11}",
     ]
-    whole_ = {"kind": "all", "layers": layers_, "keeps": f"{at:>46}"}
-    for row in [*r["kinds"], {**r, **whole_}]:
+    total = {"kind": "all", "layers": count, "keeps": f"{at:>46}"}
+    for row in [*r["kinds"], {**r, **total}]:
         lines.append(
             f"{row['kind']:<8} {row['layers']:>6}  {row['keeps']:<46} {row['bytes_per_token']:>8,}"
             f" {human(row['stored_bytes']):>11} {human(row['read_bytes_per_token']):>11}"
         )
-    for length in {r["context"], r["max_model_len"] or 0}:
+    for length in sorted({r["context"], r["max_model_len"] or 0}):
         if 0 < r["positions"] < length:
             lines.append(
                 f"note: {length:,} tokens are more than the model's {r['positions']:,} positions"
@@ -1126,6 +1126,7 @@ def example(models: dict) -> str:
         "",
         f"+ holds {length:,}. In order: a quarter of the layers keep tokens (4x), 24 query heads",
         "share 4 heads of keys (6x), weights in 4 bits (4x), and then the cache in 4 bits (4x).",
+        "By bytes: a server's blocks, drafts and images take theirs (fp8: about 195k measured).",
     ]
     return "\n".join(lines)
 

@@ -113,11 +113,14 @@ HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemo
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear"}
 FAMILIES = PLAIN | set(WINDOWED) | HYBRID | LATENT
 UNSIZED = {  # model_type -> why no formula here covers it
-    "deepseek_v4": "windows and compressed tokens share a pool that no formula here covers",
-    "minimax_m3": "what its block-sparse layers keep of their index is not published",
+    "deepseek_v4": "not sized: windows and compressed tokens share a pool no formula here covers",
+    "minimax_m3": "not sized: what its block-sparse layers keep of their index is not published",
 }
 DEFAULTS = {  # fields that configs leave out, as transformers' classes have them
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
     "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
     **dict.fromkeys(("qwen3", "minimax_m2", "glm4", "llama4_text"), {"head_dim": 128}),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 256}),
@@ -125,9 +128,14 @@ DEFAULTS = {  # fields that configs leave out, as transformers' classes have the
 }  # fmt: skip
 
 
-def text_config(config: dict) -> dict:
-    """The language model's part of a multimodal config; any other config as it is."""
-    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+def text(config: dict) -> dict:
+    """A config with the defaults of its model_type; of a model that also sees, its text part."""
+    inner, seeing = config.get("text_config"), ("gemma3", "gemma4", "llama4", "mistral3")
+    seeing += ("qwen3_5", "qwen3_5_moe")
+    if not isinstance(inner, dict) and (inner is not None or config.get("model_type") in seeing):
+        raise ValueError(f"config: text_config is {inner!r}, not an object")
+    config = config | (inner or {})
+    return DEFAULTS.get(config.get("model_type"), {}) | config
 
 
 def layers(config: dict) -> list[LayerSpec]:
@@ -139,18 +147,13 @@ def layers(config: dict) -> list[LayerSpec]:
     Example: Llama-3.1-8B has 32 layers of 8 heads x 128: 2 * 8 * 128 elements a layer, so
     32 * 2048 * 2 bytes = 128 KiB a token in bfloat16.
     """
-    config = text_config(config)
+    config = text(config)
     family = config.get("model_type")
-    if family in UNSIZED:
-        raise ValueError(f"model_type {family!r} is not sized: {UNSIZED[family]}")
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not one of {', '.join(sorted(FAMILIES))}")
-    config = DEFAULTS.get(family, {}) | config
-    try:
-        types = _types(config, positive(config, "num_hidden_layers"))
-        specs = [_spec(config, kind, layer) for layer, kind in enumerate(types)]
-    except KeyError as error:
-        raise ValueError(f"config: {error.args[0]} is missing")
+        reason = UNSIZED.get(family, f"not one of {', '.join(sorted(FAMILIES))}")
+        raise ValueError(f"model_type {family!r} is {reason}")
+    types = _types(config, positive(config, "num_hidden_layers"))
+    specs = [_spec(config, kind, layer) for layer, kind in enumerate(types)]
     first = len(specs) - _whole(config, "num_kv_shared_layers")
     if first < 1:
         raise ValueError(f"num_kv_shared_layers leaves none of {len(specs)} layers to share")
@@ -175,9 +178,10 @@ def _listed(config: dict, count: int) -> list[str]:
     family, all_of_them = config["model_type"], range(1, count + 1)
     if family == "nemotron_h":
         names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-        return [names.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+        return [names.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]
     if family == "kimi_linear":
-        full, kda = (config["linear_attn_config"][x] for x in ("full_attn_layers", "kda_layers"))
+        named = config.get("linear_attn_config") or {}
+        full, kda = (named.get(x) or [] for x in ("full_attn_layers", "kda_layers"))
         if sorted(full + kda) != list(all_of_them):
             raise ValueError(f"linear_attn_config does not name each of {count} layers once")
         return ["full_attention" if layer in full else "linear_attention" for layer in all_of_them]
@@ -189,10 +193,10 @@ def _listed(config: dict, count: int) -> list[str]:
     if family in HYBRID:
         every = positive(config, "full_attention_interval", 4)
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    every = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
     every = every or WINDOWED.get(family, (0, 0))[1]
-    positive({"sliding_window_pattern": every or 1}, "sliding_window_pattern")
-    first = _whole(config, "max_window_layers") if "use_sliding_window" in config else 0
+    given = {"max_window_layers": 28} | config
+    first = _whole(given, "max_window_layers") if "use_sliding_window" in config else 0
     slides = [x > first and (not every or x % every) for x in all_of_them]
     return ["sliding_attention" if x and _window(config) else "full_attention" for x in slides]
 
@@ -665,15 +669,12 @@ def plan(
     flight = batched * (1 if version < (0, 26) else 2 if stages == 1 else stages)
     states = -(-length // block) if every else 1 + drafts + (prefix and version >= (0, 14))
 
-    def stage_bytes(first: int, end: int) -> int:
-        """Bytes of a block on the GPU that holds these layers."""
-        here = [[specs[i] for i in at if first <= i < end] for at in groups]
-        return block * sum(row[s] for s in here[0]) if alike else page * max(map(len, here))
-
-    depth = [len(specs) // stages] * stages
-    for i in range(len(specs) % stages):  # what is left over goes to the stages before the last
-        depth[-(i + 2)] += 1
-    block_bytes = max(stage_bytes(*ends) for ends in pairwise(accumulate(depth, initial=0)))
+    each, extra = divmod(len(specs), stages)  # layers left over go to stages before the last
+    depth = [each + (stages - 1 - extra <= i < stages - 1) for i in range(stages)]
+    ends = pairwise(accumulate(depth, initial=0))
+    held = [[[specs[i] for i in at if a <= i < b] for at in groups] for a, b in ends]
+    here = [block * sum(row[s] for s in x[0]) if alike else page * max(map(len, x)) for x in held]
+    block_bytes = max(here)
     heads = [specs[at[0]] for at in groups]
     sizes = [page // row[s] if s in row and not alike else block for s in heads]
     needs = [_needs(s, n, length, flight, states, context) for s, n in zip(heads, sizes)]
@@ -724,8 +725,7 @@ def parameters(config: dict) -> int:
     Matrices only: no norms, biases, vision or draft layers, under 3% together. ValueError names a
     field that is missing: a config for sizing a cache need not have them all.
     """
-    config = text_config(config)
-    config = DEFAULTS.get(config.get("model_type"), {}) | config
+    config = text(config)
     specs, width = layers(config), positive(config, "hidden_size")
     tied = flag(config, "tie_word_embeddings", config["model_type"].startswith("gemma"))
     ends = width * positive(config, "vocab_size") * (1 if tied else 2)
@@ -834,7 +834,7 @@ def keeps(spec: LayerSpec) -> str:
 
 def size(name: str, config: dict, a) -> dict:
     """Everything that is shown of a model, as JSON has it. a: the command line's values."""
-    inner = text_config(config)
+    inner = text(config)
     if _whole(inner, "num_hidden_layers") > 10_000:
         raise ValueError(f"config: num_hidden_layers is {inner['num_hidden_layers']}, over 10,000")
     long = "model_max_length" if "model_max_length" in inner else "max_position_embeddings"
@@ -945,7 +945,7 @@ def _capacity(config: dict, specs: list[LayerSpec], total, context: int, number:
 def draft_layers(config: dict) -> int:
     """Layers of the checkpoint's own drafter; a head of its own kind (EAGLE) has one too."""
     names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-    return next((text_config(config)[x] for x in names if text_config(config).get(x)), 1)
+    return next((text(config)[x] for x in names if text(config).get(x)), 1)
 
 
 def draft_layer(specs: list[LayerSpec]) -> LayerSpec:

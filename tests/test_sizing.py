@@ -19,7 +19,6 @@ from kv_cache import (
     shard,
     state_bytes,
     stored_bytes,
-    text_config,
 )
 
 ROOT = Path(kv_cache.__file__).parent
@@ -92,7 +91,7 @@ def test_a_published_model_at_131072_tokens(line):
     assert sorted(f"{n} {s.kind}" for s, n in kinds.items()) == sorted(
         " ".join(counts[i : i + 2]) for i in range(0, len(counts), 2)
     )
-    assert len(specs) == text_config(MODELS[name])["num_hidden_layers"]
+    assert len(specs) == kv_cache.text(MODELS[name])["num_hidden_layers"]
     length = 131_072
     windows = sum(stored_bytes(s, length) for s in specs if s.kind in ("sliding", "chunked"))
     found = [
@@ -489,7 +488,7 @@ def test_listed_kinds_are_those_that_the_pattern_gives():
     """Of configs that name every layer: without the names the family's rule gives the same."""
     listed = 0
     for name, config in MODELS.items():
-        config = text_config(config)
+        config = kv_cache.text(config)
         if config.get("layer_types") and config["model_type"] != "deepseek_v4":
             bare = {key: value for key, value in config.items() if key != "layer_types"}
             assert layers(bare) == layers(config), name
@@ -540,8 +539,8 @@ def test_kinds_are_read_in_all_the_ways_configs_say_them():
     ({"mamba_ssm_dtype": "float64"}, "state dtype 'float64'"),
     ({"linear_num_key_heads": 5}, "48 value heads cannot share 5 key heads"),
     ({"num_kv_shared_layers": 64}, "leaves none of 64 layers"),
-    ({"model_type": "kimi_linear"}, "linear_attn_config is missing"),
-    ({"model_type": "nemotron_h"}, "hybrid_override_pattern is missing"),
+    ({"model_type": "kimi_linear"}, "linear_attn_config does not name each of 64 layers"),
+    ({"model_type": "nemotron_h"}, "layer_types of 64 layers: 0"),
     ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"}, "{'X'}"),
     ({"model_type": "glm_moe_dsa", "kv_lora_rank": 8, "qk_rope_head_dim": 4, "index_topk": 4,
       "index_head_dim": 4, "indexer_types": ["half"] * 64}, "indexer_types has 'half' for layer 0"),
@@ -554,6 +553,9 @@ def test_what_no_formula_covers_is_refused_by_name(fields, message):
 def test_a_multimodal_config_is_sized_by_its_text():
     nested = {"model_type": "qwen3_5", "hidden_size": 1, "text_config": NEXT}
     assert layers(nested) == layers(NEXT)
+    for spoiled in (None, 3):
+        with pytest.raises(ValueError, match=f"text_config is {spoiled}, not an object"):
+            layers(nested | {"text_config": spoiled})
 
 
 # ---------------------------------------------------------------- the command line

@@ -7,6 +7,9 @@ The idea      Attention at position t needs the keys and values of positions 0..
               This is the contiguous cache: one buffer a layer, a slot a request, room for the
               longest request in each. It wastes memory, it is easy to believe, and so it is
               the cache that every other one is compared with.
+              In newer models most layers keep less: a window, a latent, a state. What each
+              keeps and reads follows from the config alone, and so does what a server prints
+              about it at its start (below, under "sizing").
 
 The data      a layer's buffer (2, slots, max_len, G, D): keys, values
                 slot 0   | a b c d e . . . . . . . |   length 5 = what its request has computed
@@ -19,12 +22,18 @@ Invariants    1. row of position p attends to positions 0..p of its own slot and
               2. a layer writes a step's keys and values before it reads them
               3. a slot belongs to at most one request; free slots + held slots == slots
               4. only requests whose last known token is in the step have rows to sample from
+              5. a kind of layer that is not known is refused, never counted as another
+              6. sizing: blocks of all groups have the same bytes, and only whole ones count
 
 Units         bytes; positions and lengths in tokens. bytes per token: over all layers.
-Article       "The KV Cache, Sized: What the Formula Says and What Your Engine Gives You"
+Articles      "The KV Cache, Sized: What the Formula Says and What Your Engine Gives You"
+              "When Most Layers Stop Caching: Hybrid, Sliding, and Sparse Attention, Sized"
 Try           python kv_cache.py                     bytes and FLOPs against length
-              python kv_cache.py --model Qwen3-8B    another model of models.json
-              python tests/mutations.py kv_cache.py   change it: known bugs, each with its test
+              python kv_cache.py --model Qwen3.6-27B   each kind of layer; a config.json too
+              python kv_cache.py --compare Qwen3-32B Gemma-3-27b Qwen3.6-27B
+              python kv_cache.py --model Qwen3.6-27B --gpu rtx3090 --weights int4 --kv-dtype fp8
+              python kv_cache.py --example 27b       262,144 tokens on 24 GB: why, and when not
+              python tests/mutations.py kv_cache.py  change it: known bugs, each with its test
 Imports       kernels (plain attention).
 """
 
@@ -104,32 +113,26 @@ HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemo
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear"}
 FAMILIES = PLAIN | set(WINDOWED) | HYBRID | LATENT
 UNSIZED = {  # model_type -> why no formula here covers it
-    "deepseek_v4": "windows and compressed tokens share a pool that no formula here covers",
-    "minimax_m3": "what its block-sparse layers keep of their index is not published",
+    "deepseek_v4": "not sized: windows and compressed tokens share a pool no formula here covers",
+    "minimax_m3": "not sized: what its block-sparse layers keep of their index is not published",
 }
 DEFAULTS = {  # fields that configs leave out, as transformers' classes have them
     "gemma3_text": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "vocab_size": 262_208, "max_position_embeddings": 131_072,
     },
-    "gemma2": {"head_dim": 256}, "gemma4_text": {"head_dim": 256}, "gpt_oss": {"head_dim": 64},
-    "minimax_m2": {"head_dim": 128}, "glm4": {"head_dim": 128}, "llama4_text": {"head_dim": 128},
     "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
+    **dict.fromkeys(("qwen3", "minimax_m2", "glm4", "llama4_text"), {"head_dim": 128}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 256}),
+    "gemma2": {"head_dim": 256}, "gemma4_text": {"head_dim": 256}, "gpt_oss": {"head_dim": 64},
 }  # fmt: skip
 
 
 def text(config: dict) -> dict:
     """A config with the defaults of its model_type; of a model that also sees, its text part."""
-    inner = config.get("text_config")
-    seeing = config.get("model_type") in (
-        "gemma3",
-        "gemma4",
-        "llama4",
-        "mistral3",
-        "qwen3_5",
-        "qwen3_5_moe",
-    )
-    if not isinstance(inner, dict) and (seeing or inner is not None):
+    inner, seeing = config.get("text_config"), ("gemma3", "gemma4", "llama4", "mistral3")
+    seeing += ("qwen3_5", "qwen3_5_moe")
+    if not isinstance(inner, dict) and (inner is not None or config.get("model_type") in seeing):
         raise ValueError(f"config: text_config is {inner!r}, not an object")
     config = config | (inner or {})
     return DEFAULTS.get(config.get("model_type"), {}) | config
@@ -146,10 +149,9 @@ def layers(config: dict) -> list[LayerSpec]:
     """
     config = text(config)
     family = config.get("model_type")
-    if family in UNSIZED:
-        raise ValueError(f"model_type {family!r} is not sized: {UNSIZED[family]}")
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not one of {', '.join(sorted(FAMILIES))}")
+        reason = UNSIZED.get(family, f"not one of {', '.join(sorted(FAMILIES))}")
+        raise ValueError(f"model_type {family!r} is {reason}")
     types = _types(config, positive(config, "num_hidden_layers"))
     specs = [_spec(config, kind, layer) for layer, kind in enumerate(types)]
     first = len(specs) - _whole(config, "num_kv_shared_layers")
@@ -176,9 +178,10 @@ def _listed(config: dict, count: int) -> list[str]:
     family, all_of_them = config["model_type"], range(1, count + 1)
     if family == "nemotron_h":
         names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-        return [names.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+        return [names.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]
     if family == "kimi_linear":
-        full, kda = (config["linear_attn_config"][x] for x in ("full_attn_layers", "kda_layers"))
+        named = config.get("linear_attn_config") or {}
+        full, kda = (named.get(x) or [] for x in ("full_attn_layers", "kda_layers"))
         if sorted(full + kda) != list(all_of_them):
             raise ValueError(f"linear_attn_config does not name each of {count} layers once")
         return ["full_attention" if layer in full else "linear_attention" for layer in all_of_them]
@@ -190,17 +193,12 @@ def _listed(config: dict, count: int) -> list[str]:
     if family in HYBRID:
         every = positive(config, "full_attention_interval", 4)
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    every = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
     every = every or WINDOWED.get(family, (0, 0))[1]
-    positive({"sliding_window_pattern": every or 1}, "sliding_window_pattern")
-    first = (
-        _whole({"max_window_layers": 28} | config, "max_window_layers")
-        if "use_sliding_window" in config
-        else 0
-    )
-    window = _window(config)
-    slides = [window and x > first and (not every or x % every) for x in all_of_them]
-    return ["sliding_attention" if x else "full_attention" for x in slides]
+    given = {"max_window_layers": 28} | config
+    first = _whole(given, "max_window_layers") if "use_sliding_window" in config else 0
+    slides = [x > first and (not every or x % every) for x in all_of_them]
+    return ["sliding_attention" if x and _window(config) else "full_attention" for x in slides]
 
 
 def _window(config: dict) -> int:
@@ -621,24 +619,21 @@ def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 
     if spec.kind in STATES:
         return 2 * state_bytes(spec, number)
     keys = eight_bits(spec.index)
-    seen = min(tokens, spec.window or tokens, spec.top or tokens)
-    if spec.kind == "chunked" and tokens > spec.window:
-        seen = spec.window // 2
+    half = spec.kind == "chunked" and tokens > spec.window
+    seen = spec.window // 2 if half else min(tokens, spec.window or tokens, spec.top or tokens)
     return tokens * keys + seen * (row_bytes(spec, dtype) - keys)
 
 
-def shard(spec: LayerSpec, gpus: int) -> LayerSpec:
-    """One GPU's part of a layer under tensor parallelism: heads divide, then are repeated.
+def shard(spec: LayerSpec, tp: int) -> LayerSpec:
+    """One GPU's part of a layer among `tp`: heads divide, and when one is left it is repeated.
 
-    A latent is whole on each GPU: all its query heads share it.
+    So a latent, the one head that all queries share, is whole on each GPU.
     """
-    if spec.kind in ("latent", "sparse", "none"):
-        return spec
     parts = spec.groups if spec.kind in STATES else spec.heads
-    if parts % gpus and (spec.kind in STATES or gpus % parts):
-        raise ValueError(f"{parts} heads of {spec.kind} layers do not divide over {gpus} GPUs")
-    kept, channels = spec.conv
-    return replace(spec, heads=max(1, spec.heads // gpus), conv=(kept, channels // gpus))
+    if parts % tp and (spec.kind in STATES or tp % parts):
+        raise ValueError(f"{parts} heads of {spec.kind} layers do not divide over {tp} GPUs")
+    heads = max(min(spec.heads, 1), spec.heads // tp)
+    return replace(spec, heads=heads, conv=(spec.conv[0], spec.conv[1] // tp))
 
 
 @dataclass(frozen=True)
@@ -665,9 +660,9 @@ def plan(
     max_num_batched_tokens. drafts: tokens proposed a step. prefix: prefix caching. context:
     GPUs of decode context parallelism. hybrid: the manager that frees what left a window.
     """
-    if not hybrid or version < (0, 9):
-        windows = ("sliding", "chunked")
-        specs = [replace(s, kind="full", window=0) if s.kind in windows else s for s in specs]
+    all_kept = [] if hybrid and version >= (0, 9) else ["sliding", "chunked"]
+    all_kept += ["chunked"] * ((0, 10, 1) <= version < (0, 13))  # freeing them was slower
+    specs = [replace(s, kind="full", window=0) if s.kind in all_kept else s for s in specs]
     places = [i for i, s in enumerate(specs) if s.kind not in ("shared", "none")]
     kinds = Counter(specs[i] for i in places)
     row = {s: row_bytes(s, dtype) for s in kinds if s.kind not in STATES}
@@ -675,44 +670,44 @@ def plan(
         raise ValueError("states have no page before vLLM 0.10, nor in a model without attention")
     step = 64 if any(s.kind in ("latent", "sparse") for s in kinds) else 16
     block, every = block or step, prefix and not drafts and (0, 16) <= version < (0, 27)
+    every = every and any(s.kind == "mamba2" for s in kinds)  # block ends in a state
     for s in kinds.keys() - row.keys():  # a page of attention grows until a state fits
-        unit = math.lcm(step, s.window) if every and s.kind == "mamba2" else step
-        block = max(block, unit * -(-state_bytes(s, number, drafts) // (unit * min(row.values()))))
+        unit = math.lcm(step, s.window) if every else step
+        least = -(-state_bytes(s, number, drafts) // min(row.values()))  # tokens
+        block = block if block >= least else unit * -(-least // unit)
     page = block * max(row.values())
     alike = len({s.grows or (s.kind, s.window) for s in kinds}) == 1
     if not alike and any(page % width for width in row.values()):
         raise ValueError(f"vLLM has no common page of {sorted(set(row.values()))} bytes a token")
     groups = [places] if alike else _groups(specs, kinds, version)
     flight = batched * (1 if version < (0, 26) else 2 if stages == 1 else stages)
+    states = -(-length // block) if every else 1 + drafts + (prefix and version >= (0, 14))
 
-    def request(s: LayerSpec, size: int) -> int:
-        """Blocks that a request takes of one group."""
-        if s.kind in STATES and not (every and s.kind == "mamba2"):
-            return 1 + drafts + (prefix and version >= (0, 14))
-        if s.kind == "sliding":  # the oldest block may hold one token of the window
-            return -(-min(s.window - 1 + flight, length) // size) + 1
-        seen = s.window + flight if s.kind == "chunked" else -(-length // context)
-        return -(-min(seen, length) // size)
-
-    def stage_bytes(first: int, end: int) -> int:
-        """Bytes of a block on the GPU that holds these layers."""
-        here = [[specs[i] for i in at if first <= i < end] for at in groups]
-        return block * sum(row[s] for s in here[0]) if alike else page * max(map(len, here))
-
-    depth = [len(specs) // stages] * stages
-    for i in range(len(specs) % stages):  # what is left over goes to the stages before the last
-        depth[-(i + 2)] += 1
-    block_bytes = max(stage_bytes(*ends) for ends in pairwise(accumulate(depth, initial=0)))
+    each, extra = divmod(len(specs), stages)  # layers left over go to stages before the last
+    depth = [each + (stages - 1 - extra <= i < stages - 1) for i in range(stages)]
+    ends = pairwise(accumulate(depth, initial=0))
+    held = [[[specs[i] for i in at if a <= i < b] for at in groups] for a, b in ends]
+    here = [block * sum(row[s] for s in x[0]) if alike else page * max(map(len, x)) for x in held]
+    block_bytes = max(here)
     heads = [specs[at[0]] for at in groups]
     sizes = [page // row[s] if s in row and not alike else block for s in heads]
-    needs = [request(s, size) for s, size in zip(heads, sizes)]
+    needs = [_needs(s, n, length, flight, states, context) for s, n in zip(heads, sizes)]
     blocks = max(0, memory // block_bytes)
     concurrency = blocks / sum(needs) if version >= (0, 9) else blocks * block / length
-    tokens = int(concurrency * length)
-    if version <= (0, 20, 0):  # 0.20.1 is the first to print what the concurrency implies
-        tokens = blocks // len(groups) * min(sizes) * context
+    printed = blocks // len(groups) * min(sizes) * context  # until 0.20.0
+    tokens = int(concurrency * length) if version > (0, 20, 0) else printed
     shown = tuple(zip([s.kind for s in heads], map(len, groups), sizes, needs))
     return Plan(min(sizes), shown, block_bytes, blocks, sum(needs), concurrency, tokens)
+
+
+def _needs(s: LayerSpec, block: int, length: int, flight: int, states: int, context: int) -> int:
+    """Blocks that a request of `length` tokens takes of one group, with `flight` in a step."""
+    if s.kind in STATES:
+        return states
+    if s.kind == "sliding":  # the oldest block may hold one token of the window
+        return -(-min(s.window - 1 + flight, length) // block) + 1
+    seen = s.window + flight if s.kind == "chunked" else -(-length // context)
+    return -(-min(seen, length) // block)
 
 
 def _groups(specs: list[LayerSpec], kinds: Counter, version: tuple[int, ...]) -> list[list[int]]:
@@ -734,6 +729,7 @@ GPUS = {  # name -> GiB as CUDA reports them, which is less than on the box
     "gb10": 119.68, "h200": 139.81, "b200": 178.35,
 }  # fmt: skip
 BYTES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+LLAMA = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")  # llama.cpp's formats, not vLLM's
 BITS = {"bf16": 16, "fp8": 8, "int4": 4.5}  # of a weight; int4: with a 16-bit scale of every 32
 
 
@@ -804,28 +800,23 @@ def _mlp(config: dict, layer: int, width: int) -> int:
     return matrices * width * (experts * inner + always) + width * experts
 
 
-def budget(config, memory, util, weights, why, seqs, version, tp) -> list[tuple[str, int, str]]:
-    """What a server takes of a GPU before its cache, line by line: (what, bytes, why).
+def budget(gpu: int, util: float, weights: int, seqs: int, vocab: int, version, gpus: int) -> dict:
+    """What a server leaves of a GPU for the cache, line by line: name -> (bytes, why).
 
-    The sampler's warm-up is the peak on dense models: copies of the logits of max_num_seqs
-    requests, 37.5 bytes each before vLLM 0.17, 14 since. It is a floor: experts, images and long
-    chunks take up to 0.6 GiB more. Graphs are inside the budget since 0.20.
+    The peak of activations is on dense models the sampler's warm-up: copies of the logits of
+    max_num_seqs requests, 37.5 bytes each before vLLM 0.17, 14 since. It is a floor: experts,
+    images and long chunks take up to 0.6 GiB more. Graphs are in the budget since 0.20.
     """
-    vocab = positive(text(config), "vocab_size")
-    each = 14 if version >= (0, 17) else 37.5
-    peak, gib = int(each * seqs * vocab + 0.18 * 2**30), 2**30
-    lines = [
-        ("allowed", int(memory * util), f"{util:g} of {memory / gib:.2f} GiB (--util)"),
-        ("weights", -int(weights / tp), why + (f" / {tp} GPUs" if tp > 1 else "")),
-        (
-            "activations",
-            -peak,
-            f"about: {each:g} B x {seqs:,} requests x {vocab:,} logits + 0.18 GiB",
-        ),
-        ("outside torch", -int((0.25 if tp == 1 else 2.1) * gib), "about: CUDA, NCCL"),
-    ]
+    each, gib = 14 if version >= (0, 17) else 37.5, 2**30
+    logits = f"{each:g} B x {seqs:,} requests x {vocab:,} logits"
+    lines = {
+        "allowed": (int(gpu * util), f"{util:g} (--util) of {gpu / gib:.2f} GiB"),
+        "weights": (-weights, ""),
+        "activations": (-int(each * seqs * vocab + 0.18 * gib), f"about: {logits} + 0.18 GiB"),
+        "outside torch": (-int((0.25 if gpus == 1 else 2.1) * gib), "about: CUDA, NCCL"),
+    }
     if version >= (0, 20):
-        lines.append(("graphs", -gib // 2, "about: recorded decode steps"))
+        lines["graphs"] = (-gib // 2, "about: recorded decode steps")
     return lines
 
 
@@ -860,14 +851,22 @@ def size(name: str, config: dict, a) -> dict:
     inner = text(config)
     if _whole(inner, "num_hidden_layers") > 10_000:
         raise ValueError(f"config: num_hidden_layers is {inner['num_hidden_layers']}, over 10,000")
-    name_of = "model_max_length" if "model_max_length" in inner else "max_position_embeddings"
-    positions = _whole(inner, name_of)
+    long = "model_max_length" if "model_max_length" in inner else "max_position_embeddings"
+    positions = _whole(inner, long)
     if not (context := a.context or a.max_model_len or positions):
-        raise ValueError("the config names no max_position_embeddings: give --context")
+        raise ValueError("the config has no max_position_embeddings: give --context")
     if _whole(inner, "num_attention_heads") % a.tp:
         raise ValueError(f"--tp {a.tp} does not divide {inner['num_attention_heads']} query heads")
     number = number_bytes(a.state_dtype) if a.state_dtype else 0
     specs = [shard(spec, a.tp) for spec in layers(config)]
+
+    def total(tokens, of=stored_bytes):
+        return sum(of(spec, tokens, a.kv_dtype, number) for spec in specs)
+
+    if not total(context):
+        raise ValueError("no layer of this config keeps anything")
+    if total(context) >= 2**80:
+        raise ValueError("a number of this config is too large")
     rows = []
     for spec, count in Counter(specs).items():
         parts = {
@@ -878,77 +877,83 @@ def size(name: str, config: dict, a) -> dict:
         }
         one = {"kind": spec.kind, "layers": count, "keeps": keeps(spec)}
         rows.append(one | {part: count * value for part, value in parts.items()})
-
-    def total(tokens, of=stored_bytes):
-        return sum(of(spec, tokens, a.kv_dtype, number) for spec in specs)
-
-    lengths = [n for n in (context >> i for i in range(20)) if n >= min(context, 128)][::-1][-11:]
-    result = {"model": name, "positions": positions, "context": context, "kv_dtype": a.kv_dtype}
-    result |= {"tp": a.tp, "kinds": rows}
-    result |= {part: sum(row[part] for row in rows) for part in parts}
-    result["by_context"] = [
-        {"tokens": n, "stored_bytes": total(n), "read_bytes_per_token": total(n, read_bytes)}
-        for n in lengths
-    ]
-    result |= dict.fromkeys(VLLM)
-    if a.gpu or a.kv_memory:
-        result |= _capacity(config, specs, total, context, number, a)
-    return result
+    lengths = [n for n in (context >> i for i in range(20)) if n >= min(context, 128)]
+    return {
+        "model": name, "positions": positions, "context": context, "kv_dtype": a.kv_dtype,
+        "tp": a.tp, "kinds": rows,
+        **{part: sum(row[part] for row in rows) for part in parts},
+        "by_context": [
+            {"tokens": n, "stored_bytes": total(n), "read_bytes_per_token": total(n, read_bytes)}
+            for n in lengths[10::-1]
+        ],
+        **_capacity(inner, specs, total, context, number, a),
+    }  # fmt: skip
 
 
-VLLM = (
-    "budget", "kv_memory_bytes", "longest_context", "requests_at_context", "vllm_version",
-    "max_model_len", "block_size", "block_bytes", "num_blocks", "groups", "blocks_per_request",
-    "kv_tokens", "max_concurrency", "longest_max_model_len",
-)  # fmt: skip
-
-
-def _capacity(config, specs, total, context, number, a) -> dict:
-    """What a GPU holds: of bytes, and of vLLM's blocks."""
-    lines, memory, version = None, a.kv_memory, a.vllm_version or (0, 28)
-    if a.gpu:
-        big = a.gpu >= 70 * 2**30 and a.gpu_name != "a100"
-        util = a.util or (0.92 if version >= (0, 20) else 0.9)
-        if isinstance(a.weights, int):
-            weights, why = a.weights, "as given (--weights)"
-        else:
+def _memory(config: dict, a, version: tuple[int, ...]) -> tuple[dict, int, int]:
+    """The budget's lines, bytes of cache a GPU, and max_num_batched_tokens."""
+    if not a.gpu:
+        return {}, a.kv_memory, a.max_num_batched_tokens or 8192
+    name, gpu = a.gpu
+    large = gpu >= 70 * 2**30 and name != "a100"
+    util = a.util or (0.92 if version >= (0, 20) else 0.9)
+    gpus, why = a.tp * (a.pp or 1), "as given (--weights)"
+    weights = a.weights
+    if not isinstance(weights, int):
+        try:
             bits, count = BITS[a.weights or "bf16"], parameters(config)
-            weights = count * bits / 8
-            why = f"about: {count / 1e9:.2f} billion x {bits:g} bits (--weights)"
-        seqs = a.max_num_seqs or (1024 if big else 256)
-        lines = budget(config, a.gpu, util, weights, why, seqs, version, a.tp)
-        memory = max(0, sum(size for _, size, _ in lines))
-    batched = a.max_num_batched_tokens
-    if batched is None:
-        batched = 2048 if a.gpu and not big else 8192
-        if a.gpu and version >= (0, 32) and a.gpu > 160 * 2**30:
-            batched = 16384
-    drafts, length = a.num_spec or 0, a.max_model_len or context
-    specs = specs + [draft_layer(specs)] * (draft_layers(config) if drafts else 0)
+        except ValueError as error:
+            raise ValueError(f"{error}: give the weights' size, --weights 15GiB")
+        weights = count * bits / 8
+        why = f"about: {count / 1e9:.2f} billion of {bits:g} bits (--weights)"
+    seqs = a.max_num_seqs or (1024 if large else 256)
+    vocab = positive(config, "vocab_size")
+    lines = budget(gpu, util, int(weights / gpus), seqs, vocab, version, a.tp)
+    lines["weights"] = (lines["weights"][0], why + (f" / {gpus} GPUs" if gpus > 1 else ""))
+    batched = 2048 if not large else 16384 if version >= (0, 32) and gpu > 160 * 2**30 else 8192
+    return lines, sum(size for size, _ in lines.values()), a.max_num_batched_tokens or batched
 
-    def planned(n):
+
+def _capacity(config: dict, specs: list[LayerSpec], total, context: int, number: int, a) -> dict:
+    """What a GPU holds, by its bytes and in vLLM's blocks; None without --gpu or --kv-memory."""
+    keys = (
+        "budget", "kv_memory_bytes", "longest_context", "requests_at_context", "vllm_version",
+        "max_model_len", "max_num_batched_tokens", "num_spec", "draft_layers", "prefix_cache",
+        "block_size", "block_bytes", "num_blocks", "groups", "blocks_per_request", "kv_tokens",
+        "max_concurrency", "longest_max_model_len",
+    )  # fmt: skip
+    if not a.gpu and not a.kv_memory:
+        return dict.fromkeys(keys)
+    version, stages, ranks = a.vllm_version or (0, 28), a.pp or 1, a.dcp or 1
+    if stages > len(specs):
+        raise ValueError(f"--pp {stages} is more than {len(specs)} layers")
+    lines, memory, batched = _memory(config, a, version)
+    drafts, length = a.num_spec or 0, a.max_model_len or context
+    drafters = draft_layers(config) if drafts else 0
+    specs = specs + [draft_layer(specs)] * drafters
+
+    def planned(tokens):
         return plan(
-            specs, memory, n, a.kv_dtype, version, batched, a.block_size or 0, number, drafts,
-            not a.no_prefix_cache, a.pp or 1, a.dcp or 1, not a.no_hybrid_manager,
+            specs, memory, tokens, a.kv_dtype, version, batched, a.block_size or 0, number,
+            drafts, not a.no_prefix_cache, stages, ranks, not a.no_hybrid_manager,
         )  # fmt: skip
 
-    made, held = planned(length), total(context)
-    return {
-        "budget": lines and [dict(zip(("what", "bytes", "why"), line)) for line in lines],
-        "kv_memory_bytes": memory,
-        "longest_context": longest(lambda n: total(n) <= memory),
-        "requests_at_context": memory / held,
-        "vllm_version": ".".join(map(str, version)),
-        "max_model_len": length,
-        "block_size": made.block,
-        "block_bytes": made.block_bytes,
-        "num_blocks": made.blocks,
-        "groups": [dict(zip(("kind", "layers", "block_size", "blocks"), g)) for g in made.groups],
-        "blocks_per_request": made.request,
-        "kv_tokens": made.tokens,
-        "max_concurrency": made.concurrency,
-        "longest_max_model_len": longest(lambda n: planned(n).concurrency >= 1, 2**24),
-    }
+    by_bytes = (
+        {name: {"bytes": size, "why": why} for name, (size, why) in lines.items()}, memory,
+        longest(lambda n: total(n) <= memory * stages * ranks),
+        max(0, memory * stages * ranks) / total(context),
+    )  # fmt: skip
+    if a.kv_dtype in LLAMA:  # has no blocks: it allocates a context of the given length
+        return dict.fromkeys(keys) | dict(zip(keys, by_bytes))
+    made = planned(length)
+    most = _whole(config, "max_position_embeddings") or _whole(config, "model_max_length")
+    groups = [dict(zip(("kind", "layers", "block_size", "blocks"), group)) for group in made.groups]
+    in_blocks = (
+        ".".join(map(str, version)), length, batched, drafts, drafters, not a.no_prefix_cache,
+        made.block, made.block_bytes, made.blocks, groups, made.request, made.tokens,
+        made.concurrency, longest(lambda n: planned(n).concurrency >= 1, most or 2**24),
+    )  # fmt: skip
+    return dict(zip(keys, by_bytes + in_blocks))
 
 
 def draft_layers(config: dict) -> int:
@@ -974,21 +979,21 @@ def report(r: dict) -> str:
     """A model's sizes: what its layers keep, what that makes of a length, what a GPU holds."""
     gpus = "one GPU" if r["tp"] == 1 else f"each of {r['tp']} GPUs"
     at = f"at {r['context']:,} tokens"
-    layers_ = sum(row["layers"] for row in r["kinds"])
+    count = sum(row["layers"] for row in r["kinds"])
     dtype = "bfloat16 (auto)" if r["kv_dtype"] == "auto" else r["kv_dtype"]
     lines = [
-        f"{r['model']}: what {layers_} layers keep of a request on {gpus}, cache in {dtype}",
+        f"{r['model']}: what {count} layers keep of a request on {gpus}, cache in {dtype}",
         "",
         f"{'kind':<8} {'layers':>6}  {'each keeps':<46} {'B/token':>8} {'stored':>11}"
         f" {'read/token':>11}",
     ]
-    whole_ = {"kind": "all", "layers": layers_, "keeps": f"{at:>46}"}
-    for row in [*r["kinds"], {**r, **whole_}]:
+    total = {"kind": "all", "layers": count, "keeps": f"{at:>46}"}
+    for row in [*r["kinds"], {**r, **total}]:
         lines.append(
             f"{row['kind']:<8} {row['layers']:>6}  {row['keeps']:<46} {row['bytes_per_token']:>8,}"
             f" {human(row['stored_bytes']):>11} {human(row['read_bytes_per_token']):>11}"
         )
-    for length in {r["context"], r["max_model_len"] or 0}:
+    for length in sorted({r["context"], r["max_model_len"] or 0}):
         if 0 < r["positions"] < length:
             lines.append(
                 f"note: {length:,} tokens are more than the model's {r['positions']:,} positions"
@@ -1008,24 +1013,37 @@ def report(r: dict) -> str:
 
 def _capacity_lines(r: dict) -> list[str]:
     """The budget of a GPU, and what vLLM prints for what it leaves."""
-    lines = [f"{x['what']:<14}{human(x['bytes']):>12}  {x['why']}" for x in r["budget"] or ()]
-    memory, context, length = r["kv_memory_bytes"], r["context"], r["max_model_len"]
+    memory, length, most = r["kv_memory_bytes"], r["max_model_len"], r["longest_context"]
+    lines = [f"{k:<14}{human(x['bytes']):>12}  {x['why']}" for k, x in r["budget"].items()]
     lines.append(f"{'= cache':<14}{human(memory):>12}  on {'the' if r['tp'] == 1 else 'each'} GPU")
     if memory <= 0:
-        return [*lines, "nothing is left for a cache: fewer bits a weight, or more GPUs"]
-    most = r["longest_context"]
-    longest_ = "of any length" if most == 2**40 else f"of {most:,} tokens"
+        return [*lines, "Nothing is left for a cache: fewer bits a weight, or more GPUs."]
+    one = "of any length" if most == 2**40 else f"of {most:,} tokens"
+    lines.append(
+        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  requests of"
+        f" {r['context']:,} tokens, or one {one}"
+    )
+    if r["block_size"] is None:
+        return lines
+    drafts = f", {r['num_spec']} drafts" if r["num_spec"] else ""
+    caching = "on" if r["prefix_cache"] else "off"
     lines += [
-        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  {context:,} tokens,"
-        f" or one request {longest_}",
         "",
-        f"vLLM {r['vllm_version']} at --max-model-len {length}:",
+        f"vLLM {r['vllm_version']}, --max-model-len {length}, {r['max_num_batched_tokens']:,}"
+        f" tokens a step, prefix caching {caching}{drafts}:",
     ]
-    counted = Counter(tuple(group.values()) for group in r["groups"])
-    for (kind, count, block, blocks), groups in counted.items():
-        each = f"{groups} groups of" if groups > 1 else "a group of"
+    alike = Counter((g["kind"], g["block_size"], g["blocks"]) for g in r["groups"])
+    size = max(g["layers"] for g in r["groups"])
+    for key, count in alike.items():
+        kind, block, blocks = key
+        same = [
+            g["layers"] for g in r["groups"] if (g["kind"], g["block_size"], g["blocks"]) == key
+        ]
+        padding = count * size - sum(same)
+        padded = f" ({padding} of them padding)" if padding else ""
         lines.append(
-            f"  {each} {count} {kind} layers: blocks of {block:,} tokens, {blocks:,} for a request"
+            f"  {count} group{'s' * (count > 1)} of {size} {kind} layers{padded}: blocks of"
+            f" {block:,} tokens, {blocks:,} a request"
         )
     pool = f"  {r['num_blocks']:,} blocks of {human(r['block_bytes'])}"
     lines.append(f"{pool}, of which a request takes {r['blocks_per_request']:,}")
@@ -1059,10 +1077,11 @@ def comparison(results: list[dict]) -> str:
             f"{r['model'][:24]:<24} {kinds:<26} {r['bytes_per_token']:>8,} {human(fixed):>10}"
             f" {human(r['stored_bytes']):>11} {human(r['read_bytes_per_token']):>11}"
         )
-    lines += ["", f"{'tokens':<12}" + "".join(f"{r['model'][:16]:>17}" for r in results[:5])]
-    for at in zip(*(r["by_context"] for r in results[:5])):
-        cells = "".join(f"{human(x['stored_bytes']):>17}" for x in at)
-        lines.append(f"{at[0]['tokens']:<12,}{cells}")
+    lengths = [x["tokens"] for x in results[0]["by_context"]][::2]
+    lines += ["", f"{'stored, by tokens':<24} " + "".join(f"{n:>12,}" for n in lengths)]
+    for r in results:
+        cells = "".join(f"{human(x['stored_bytes']):>12}" for x in r["by_context"][::2])
+        lines.append(f"{r['model'][:24]:<24} {cells}")
     lines.append("")
     for r in results:
         lines.append(f"{r['model'][:24]:<24} {'#' * max(1, round(60 * r['stored_bytes'] / most))}")
@@ -1084,8 +1103,9 @@ def example(models: dict) -> str:
         f"16 of them do, 48 keep a state instead: 16 x 4,096 bytes a token + {human(states)}"
         f" {human(sum(stored_bytes(s, length) for s in specs)):>15}",
         "",
-        f"{'':<33} {'with':>9}   vLLM's blocks for one request, and with prefix caching",
-        f"{'cache format':<22} {'B/token':>10} {'states':>9}   {'tokens each':>11}",
+        f"{'':<22} {'':>8} {'+ the':>10}{'tokens':>10}   {'blocks of one request':<21}"
+        f" {'with prefix caching':>19}",
+        f"{'cache format':<22} {'B/token':>8} {'states':>10}{'a block':>10}",
     ]
     formats = {"bf16": "bf16", "fp8": "fp8", "q8_0": "q8_0", "q4_0": "q4_0"}
     formats["int4_per_token_head"] = "int4"
@@ -1093,28 +1113,34 @@ def example(models: dict) -> str:
     for name in formats:
         token = sum(row_bytes(s, name) for s in specs if s.grows)
         totals[name] = sum(stored_bytes(s, length, name) for s in specs)
-        line = f"{name:<22} {token:>10,} {human(totals[name]):>9}"
+        line = f"{name:<22} {token:>8,} {human(totals[name]):>10}"
         if not name.startswith("q"):  # llama.cpp's: no blocks
             made = [plan(specs, 0, length, name, prefix=prefix) for prefix in (False, True)]
-            sizes = [f"{p.request:>5} = {human(p.request * p.block_bytes):>9}" for p in made]
-            line += f"   {made[0].block:>11,} {sizes[0]} {sizes[1]}"
+            sizes = [f"{p.request} = {human(p.request * p.block_bytes)}" for p in made]
+            line += f"{made[0].block:>10,}   {sizes[0]:<21} {sizes[1]:>19}"
         lines.append(line)
     room = 0.972 * GPUS["rtx3090"] * gib - 1.09 * gib - 0.5 * gib
     lines += [
         "",
         "0.972 of the GPU, less 1.09 GiB of activations and about 0.5 GiB of graphs and the like,",
-        f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache of one request:",
+        f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache; thousands of"
+        " tokens that fit:",
         "",
-        f"{'weights':<15} {'':>11} {'left':>11}" + "".join(f"{x:>11}" for x in formats.values()),
+        f"{'weights':<15} {'':>10} {'left':>11}" + "".join(f"{x:>10}" for x in formats.values()),
     ]
     for name, bits in (("bf16", 16), ("fp8", 8), ("int4, 4.5 bits", 4.5), ("3.5 bits", 3.5)):
-        left = room - count * bits / 8
-        answers = "".join(f"{'fits' if left >= totals[x] else 'no':>11}" for x in formats)
-        lines.append(f"{name:<15} {human(count * bits / 8):>11} {human(left):>11}{answers}")
+        left, answers = room - count * bits / 8, ""
+        for x in formats:
+            most = longest(lambda n: sum(stored_bytes(s, n, x) for s in specs) <= left) // 1000
+            answers += f"{f'{most}k' if most else '-':>8} {'+' if left >= totals[x] else ' '}"
+        lines.append(
+            f"{name:<15} {human(count * bits / 8):>10} {human(left):>11}{answers}".rstrip()
+        )
     lines += [
         "",
-        "In order: a quarter of the layers grow (4x), 24 query heads share 4 keys (6x), weights in",
-        "4 bits (4x), and a cache in 4 bits (4x). With a cache in 8 bits it ends before 262,144.",
+        f"+ holds {length:,}. In order: a quarter of the layers keep tokens (4x), 24 query heads",
+        "share 4 heads of keys (6x), weights in 4 bits (4x), and then the cache in 4 bits (4x).",
+        "By bytes: a server's blocks, drafts and images take theirs (fp8: about 195k measured).",
     ]
     return "\n".join(lines)
 
@@ -1212,25 +1238,31 @@ def _models() -> dict[str, tuple[str, dict]]:
     return {entry["name"].lower(): (entry["name"], entry["config"]) for entry in entries}
 
 
-def _find(name: str, models: dict) -> tuple[str, dict]:
+def _find(name: str, models: dict, parser: argparse.ArgumentParser) -> tuple[str, dict]:
     """A model of models.json, or a config.json, or the folder that holds one."""
     if name.lower() in models:
         return models[name.lower()]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix != ".json":
-        raise LookupError(
-            f"--model {name} is no config.json, and not one of: "
-            + ", ".join(sorted(x for x, _ in models.values()))
-        )
+        names = ", ".join(sorted(known for known, _ in models.values()))
+        parser.error(f"--model {name} is no config.json, and not one of: {names}")
     try:
         config = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}")
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON")
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return path.parent.resolve().name if path.name == "config.json" else path.stem, config
+    return path.resolve().parent.name if path.name == "config.json" else path.stem, config
+
+
+def _sized(name: str, config: dict, a) -> dict:
+    """`size`, whose every complaint is a ValueError of one sentence that names the model."""
+    try:
+        return size(name, config, a)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}")
+    except (TypeError, KeyError, AttributeError, IndexError) as error:  # a field of another shape
+        raise ValueError(f"{name}: the config is malformed: {error!r}")
 
 
 NEEDS = {  # flag -> flags of which it needs one
@@ -1249,9 +1281,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", nargs="+", metavar="MODEL", help="models beside --model")
     add("--example", choices=["27b"], help="262,144 tokens of a 27B hybrid on 24 GB: why, and when")
     add("--context", type=whole, help="tokens of a request (default: the model's positions)")
-    add("--kv-dtype", default="auto", help=f"cache format: {', '.join(FORMATS)}")
+    add("--kv-dtype", help=f"cache format: {', '.join(FORMATS)}")
     add("--state-dtype", choices=["float32", "bfloat16", "float16"], help="default: the config's")
-    add("--tp", type=whole, default=1, help="GPUs that share each layer (tensor parallel)")
+    add("--tp", type=whole, help="GPUs that share each layer (tensor parallel)")
     add("--gpu", type=gpu_size, metavar="SIZE|NAME", help=f"24GiB, or {', '.join(GPUS)}")
     add(
         "--util", type=share, help="share of the GPU a server may take (0.92; 0.9 before vLLM 0.20)"
@@ -1279,42 +1311,39 @@ def _parser() -> argparse.ArgumentParser:
 def _main(argv: list[str] | None = None):
     parser = _parser()
     args = parser.parse_args(argv)
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    given = {name for name, value in vars(args).items() if value not in (None, False)}
     flag_of = {name: "--" + name.replace("_", "-") for name in vars(args)}
     for name in sorted(given & NEEDS.keys()):
         if not given & set(NEEDS[name]):
             parser.error(f"{flag_of[name]} needs {' or '.join(flag_of[x] for x in NEEDS[name])}")
+    vllms = {name for name in given if NEEDS.get(name) == ("gpu", "kv_memory")}
+    if args.kv_dtype in LLAMA and vllms:
+        parser.error(f"--kv-dtype {args.kv_dtype} is llama.cpp's, {flag_of[min(vllms)]} is vLLM's")
     if {"gpu", "kv_memory"} <= given:
         parser.error("--kv-memory takes the place of --gpu's budget: give one of them")
-    if args.kv_dtype not in FORMATS:
+    if (args.kv_dtype or "auto") not in FORMATS:
         parser.error(f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}")
-    alone = {
+    beside = {
         "compare": {"model", "context", "kv_dtype", "state_dtype", "tp", "json"},
         "example": set(),
     }
-    for name in given & alone.keys():
-        if other := given - alone[name] - {name}:
+    for name in given & beside.keys():
+        if other := given - beside[name] - {name}:
             parser.error(f"{flag_of[name]} does not go with {flag_of[min(other)]}")
-    args.gpu_name, args.gpu = args.gpu or ("", None)
-    models = _models()
+    models, default = _models(), "SmolLM2-135M-Instruct"
+    args.kv_dtype, args.tp = args.kv_dtype or "auto", args.tp or 1
+    names = [args.model or default]
+    if args.compare:
+        args.context = args.context or 131_072
+        names = ([args.model] if args.model else []) + args.compare
     try:
         if args.example:
             return print(example(models))
         if not given:
-            return print(picture(*models["smollm2-135m-instruct"]))
-        names = [args.model or "SmolLM2-135M-Instruct", *(args.compare or ())]
-        found = [
-            _find(name, models) for name in (names if args.model or not args.compare else names[1:])
-        ]
-        if args.compare and not args.context:
-            args.context = 131_072
-        results = [size(*model, args) for model in found]
-    except LookupError as error:
-        parser.error(str(error).strip("'\""))
-    except ValueError as error:
+            return print(picture(*models[default.lower()]))
+        results = [_sized(*_find(name, models, parser), args) for name in names]
+    except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
-    except (TypeError, KeyError, AttributeError, IndexError) as error:  # a field of another shape
-        parser.exit(1, f"the config is malformed: {error!r}\n")
     if args.json:
         print(json.dumps({"models": results} if args.compare else results[0], indent=1))
     else:
@@ -1322,4 +1351,11 @@ def _main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    _main()
+    import os
+    import sys
+
+    try:
+        _main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1616,7 +1616,6 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "model.py",
         "        return (flat + centre if centre else flat).view(shape)",
-        '        return (flat + self.norms if "norm" in name else flat).view(shape)',
         "        return flat.view(shape)",
         "random norms are near 0",
         "tests/test_model.py -k scaled_by_their_width",
@@ -2516,6 +2515,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "}",
         "a checkpoint's tokenizer never reaches the library",
         "tests/test_tokenizer.py -m slow -k names_of_special",
+    ),
+    (
         "kernels.py",
         "    return max(position - window + 1, 0) if window else 0",
         "    return max(position - window, 0) if window else 0",
@@ -2801,6 +2802,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "            pass",
         "a request begins in the state that another one left",
         "tests/test_model.py -k logits and qwen3_next",
+    ),
+    (
         "kernels.py",
         "    scale = dim**-0.5 if scale is None else scale\n",
         "    scale = dim**-0.5\n",
@@ -2820,6 +2823,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "                k_rest = tl.load(keys + place[:, None] + rest[None, :] - 1, mask=inside_rest, other=0)",
         "a latent's rope is read from beside it",
         "tests/triton_cases.py -k test_windows_of_a_few_rows",
+    ),
+    (
         "kernels.py",
         "        total = sum(wide[:, j : j + n] * tap for j, tap in enumerate(taps))",
         "        total = sum(wide[:, j : j + n] * tap for j, tap in enumerate(taps.flip(0)))",
@@ -2979,6 +2984,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "    if write < -1:  # padding",
         "6: padded rows fade a state before the first",
         "tests/triton_cases.py -k test_a_step_of_padding_alone",
+    ),
+    (
         "kv_cache.py",
         '    unknown = {str(kind) for kind in listed} - {"full_attention", *others}',
         "    unknown = set()",

@@ -100,10 +100,8 @@ class LayerSpec:
 
 
 STATES = ("linear", "kda", "mamba2")
-PLAIN = {
-    "llama", "smollm3", "qwen2", "qwen3", "qwen3_moe", "olmo2", "granite", "glm4", "glm4_moe",
-    "minimax_m2", "llama4_text",
-}  # fmt: skip
+PLAIN = {"llama", "llama4_text", "smollm3", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe"}
+PLAIN |= {"granite", "minimax_m2", "olmo2"}
 WINDOWED = {  # model_type -> its window, and every how many layers one is full, by default
     "mistral": (4096, 0), "ministral3": (None, 0), "mixtral": (None, 0), "phi3": (None, 0),
     "gpt_oss": (128, 2), "gemma2": (4096, 2), "gemma3_text": (4096, 6), "gemma4_text": (512, 6),
@@ -117,10 +115,8 @@ UNSIZED = {  # model_type -> why no formula here covers it
     "minimax_m3": "not sized: what its block-sparse layers keep of their index is not published",
 }
 DEFAULTS = {  # fields that configs leave out, as transformers' classes have them
-    "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 262_208, "max_position_embeddings": 131_072,
-    },
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                    "vocab_size": 262_208, "max_position_embeddings": 131_072},
     "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
     **dict.fromkeys(("qwen3", "minimax_m2", "glm4", "llama4_text"), {"head_dim": 128}),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 256}),
@@ -130,9 +126,9 @@ DEFAULTS = {  # fields that configs leave out, as transformers' classes have the
 
 def text(config: dict) -> dict:
     """A config with the defaults of its model_type; of a model that also sees, its text part."""
-    inner, seeing = config.get("text_config"), ("gemma3", "gemma4", "llama4", "mistral3")
-    seeing += ("qwen3_5", "qwen3_5_moe")
-    if not isinstance(inner, dict) and (inner is not None or config.get("model_type") in seeing):
+    inner = config.get("text_config")
+    seeing = f"{config.get('model_type')}_text" in FAMILIES  # as such families are named
+    if not isinstance(inner, dict) and (inner is not None or seeing):
         raise ValueError(f"config: text_config is {inner!r}, not an object")
     config = config | (inner or {})
     return DEFAULTS.get(config.get("model_type"), {}) | config
@@ -204,9 +200,9 @@ def _listed(config: dict, count: int) -> list[str]:
 def _window(config: dict) -> int:
     """Tokens a sliding layer sees; 0: all."""
     family = config["model_type"]
-    if not flag(config, "use_sliding_window", family in WINDOWED):
-        return 0
-    return _whole({"sliding_window": WINDOWED.get(family, (None,))[0]} | config, "sliding_window")
+    default = {"sliding_window": WINDOWED.get(family, (None,))[0]}
+    slides = flag(config, "use_sliding_window", family in WINDOWED)
+    return _whole(default | config, "sliding_window") if slides else 0
 
 
 def _whole(config: dict, name: str) -> int:
@@ -605,9 +601,8 @@ def state_bytes(spec: LayerSpec, number: int = 0, drafts: int = 0) -> int:
 
 def stored_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 0) -> int:
     """What a layer keeps of a request of so many tokens."""
-    if spec.kind in STATES or spec.kind in ("shared", "none"):
-        return state_bytes(spec, number)
-    return (min(tokens, spec.window) if spec.window else tokens) * row_bytes(spec, dtype)
+    kept = 0 if spec.kind == "shared" else min(tokens, spec.window or tokens)
+    return state_bytes(spec, number) + kept * row_bytes(spec, dtype)
 
 
 def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 0) -> int:
@@ -616,12 +611,11 @@ def read_bytes(spec: LayerSpec, tokens: int, dtype: str = "auto", number: int = 
     A state is read and written. A sparse layer reads every index key and `top` latents. A chunk
     that has begun anew is half full on average.
     """
-    if spec.kind in STATES:
-        return 2 * state_bytes(spec, number)
     keys = eight_bits(spec.index)
     half = spec.kind == "chunked" and tokens > spec.window
     seen = spec.window // 2 if half else min(tokens, spec.window or tokens, spec.top or tokens)
-    return tokens * keys + seen * (row_bytes(spec, dtype) - keys)
+    rows = tokens * keys + seen * (row_bytes(spec, dtype) - keys)
+    return 2 * state_bytes(spec, number) + rows
 
 
 def shard(spec: LayerSpec, tp: int) -> LayerSpec:

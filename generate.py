@@ -598,7 +598,8 @@ class Engine:
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes of cache that a request of so many tokens takes."""
-        return kv_cache.request_bytes(self.config.specs, tokens, self.dtype.itemsize)
+        specs, size = self.config.specs, self.dtype.itemsize
+        return sum(block_bytes(s, min(tokens, s.window or tokens), size) for s in specs)
 
     def _cache(self, rooms: list[paged.Room], block_size: int, budget: int, max_running: int):
         try:

@@ -312,17 +312,9 @@ def bytes_per_token(specs: list[LayerSpec], element_bytes: int) -> int:
 
 
 def block_bytes(spec: LayerSpec, tokens: int, element_bytes: int) -> int:
-    """Bytes in which one layer keeps a block of tokens; of a linear one, its state."""
-    parts = shapes(spec, tokens)
-    return sum(
-        math.prod(shape) * (kind.itemsize if kind else element_bytes) for shape, kind in parts
-    )
-
-
-def request_bytes(specs: list[LayerSpec], tokens: int, element_bytes: int) -> int:
-    """Bytes that a request of so many tokens takes in the caches here, over all layers."""
-    kept = [min(tokens, s.window) if s.window else tokens for s in specs]
-    return sum(block_bytes(spec, count, element_bytes) for spec, count in zip(specs, kept))
+    """Bytes in which one layer keeps a block of tokens here; of a linear one, its state."""
+    parts = [(math.prod(shape), kind) for shape, kind in shapes(spec, tokens)]
+    return sum(count * (kind.itemsize if kind else element_bytes) for count, kind in parts)
 
 
 # ---------------------------------------------------------------- a step's view of the cache
@@ -871,11 +863,14 @@ def size(name: str, config: dict, a) -> dict:
         }
         one = {"kind": spec.kind, "layers": count, "keeps": keeps(spec)}
         rows.append(one | {part: count * value for part, value in parts.items()})
+    here = {"full", "sliding", "latent", "sparse", "linear"} >= {spec.kind for spec in specs}
+    kept = [block_bytes(s, min(context, s.window or context), 2) for s in specs] if here else []
     lengths = [n for n in (context >> i for i in range(20)) if n >= min(context, 128)]
     return {
         "model": name, "positions": positions, "context": context, "kv_dtype": a.kv_dtype,
         "tp": a.tp, "kinds": rows,
         **{part: sum(row[part] for row in rows) for part in parts},
+        "engine_bytes": sum(kept) if here and FORMATS[a.kv_dtype] == FORMATS["bf16"] else None,
         "by_context": [
             {"tokens": n, "stored_bytes": total(n), "read_bytes_per_token": total(n, read_bytes)}
             for n in lengths[10::-1]
@@ -987,6 +982,9 @@ def report(r: dict) -> str:
             f"{row['kind']:<8} {row['layers']:>6}  {row['keeps']:<46} {row['bytes_per_token']:>8,}"
             f" {human(row['stored_bytes']):>11} {human(row['read_bytes_per_token']):>11}"
         )
+    if r["engine_bytes"] not in (None, r["stored_bytes"]):
+        note = "this engine, whose states are float32 and index keys 16 bits"
+        lines.append(f"{note:<71} {human(r['engine_bytes']):>11}")
     for length in sorted({r["context"], r["max_model_len"] or 0}):
         if 0 < r["positions"] < length:
             lines.append(

@@ -820,6 +820,26 @@ def every_way(family: str):
     assert sum(request.preempted for request in found) > 4
 
 
+@pytest.mark.parametrize("family", GOLDEN)
+def test_a_cache_has_the_bytes_that_its_config_says(family, capsys):
+    """In bfloat16; `kv_cache` counts index keys as servers keep them, in 8 bits and scales."""
+    config = json.loads((ROOT / "tests/golden" / family / "config.json").read_text())
+    engine = Engine(
+        str(ROOT / "tests/golden" / family), device="cpu", dtype="bfloat16", block_size=8,
+        budget=16, max_running=2, max_len=96, kv_memory=2**19,
+    )  # fmt: skip
+    total = 0
+    for spec in kv_cache.layers(config):
+        room = engine.manager.pools[engine.cache.groups.index(spec)].room
+        each = kv_cache.row_bytes(spec, "bf16") * 8 or kv_cache.state_bytes(spec, number=4)
+        each += 8 * (2 * spec.index - kv_cache.eight_bits(spec.index))
+        assert each == kv_cache.block_bytes(spec, 8, 2)
+        total += (room.blocks + 1) * each
+    assert engine.cache.nbytes == total <= 2**19
+    kv_cache._main(["--model", str(ROOT / "tests/golden" / family), "--context", "96", "--json"])
+    assert json.loads(capsys.readouterr().out)["engine_bytes"] == engine.stored_bytes(96)
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_a_kind_of_layer_generates_the_references_tokens_in_every_way(family):
     every_way(family)

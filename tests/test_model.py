@@ -1178,7 +1178,7 @@ def test_random_chunks_in_random_company_are_one_prompt(family):
             rows[s].append(part)
             done[s] += len(ids)
     for ids, parts in zip(sequences, rows):
-        assert distance(torch.cat(parts), forward(net, cache_for(config), (0, ids, 0))) <= 1e-5
+        assert distance(torch.cat(parts), forward(net, cache_for(config), (0, ids, 0))) <= 3e-5
 
 
 @torch.no_grad()

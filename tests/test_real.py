@@ -245,6 +245,23 @@ def test_gemma_s_logits_and_greedy_tokens(gemma, entry):
     assert tokens == entry["tokens"]
 
 
+def test_gemma_in_the_engine(gemma):
+    """All prompts at once, in chunks; then each again, behind the beginning that was found."""
+    engine = Engine(
+        gemma[0], dtype="float32", device="cpu", budget=300, max_len=1024, max_running=8,
+        kv_memory=2**28,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=GEMMA["tokens"], temperature=0, ignore_eos=True)
+    prompts = [entry["ids"] for entry in GEMMA["prompts"]]
+    for again in (False, True):
+        outputs = engine.generate(prompts, params)
+        for entry, output in zip(GEMMA["prompts"], outputs):
+            assert output.token_ids == entry["tokens"], entry["name"]
+            whole = (len(entry["ids"]) - 1) // 16 * 16  # the first token is shared by them all
+            assert output.usage["cached_tokens"] == (whole if again else 0)
+    assert engine.manager.held == 0
+
+
 def test_gemma_s_token_ids(gemma):
     tokenizer = build_tokenizer(gemma[0].tokenizer)
     prompts = [(entry["prompt"], entry["ids"]) for entry in GEMMA["prompts"]]

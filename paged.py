@@ -39,6 +39,7 @@ Articles      "Paged Attention: Virtual Memory for the KV Cache",
               "When Most Layers Stop Caching: Hybrid, Sliding, and Sparse Attention, Sized"
 Try           python paged.py                   a pool before and after sharing, forks, eviction
               python paged.py --block-size 8    smaller blocks: less waste, longer tables
+              python paged.py --kinds           a prefix found again in windows and states too
               python tests/mutations.py paged.py   change it: known bugs, each with its test
 Imports       kernels, kv_cache.
 """
@@ -893,12 +894,63 @@ def waste(size: int) -> list[str]:
     return lines
 
 
+def kinds(size: int) -> str:
+    """The same requests in a group that keeps all, one with a window, and one of states."""
+    window = 2 * size + size // 2
+    rooms = [Room(60), Room(40, window), Room(24, state=True)]
+    manager, lines = BlockManager(rooms, size), []
+    shared, part = list(range(2 * size + size // 2)), 4 * size
+
+    def show(event: str, request: Holder):
+        cells = [" ".join(str(block or ".") for block in table) for table in request.tables]
+        cells = [f"{cell:<30}" for cell in cells[:2]] + cells[2:]
+        lines.append(f"{event:<27}{request.computed:>4}  {''.join(cells)}".rstrip())
+        manager.check([request])
+
+    def serve(name: str, tokens: list[int], answer: int, limit: int = 4 * size):
+        request = Holder(tokens)
+        request.tables, request.computed = manager.match(tokens, None)
+        show(f"{name}: {len(tokens)} tokens", request)
+        while len(tokens) > request.computed:
+            n = manager.limit(request, min(len(tokens) - request.computed, limit))
+            grown = manager.grow(request, n)
+            assert grown, "the pools are too small for the picture"
+            request.computed += n
+            manager.commit(request)
+            chunk = n > 1 or len(tokens) > request.computed
+            if chunk or answer == 0:
+                show(f"  computes {n}" if chunk else f"  has generated {size}", request)
+            if len(tokens) == request.computed and answer:
+                tokens.append(1000 + answer)
+                answer -= 1
+        manager.release(request)
+        return tokens
+
+    first = serve("A", shared + list(range(100, 100 + part)), answer=size)
+    serve("B begins like A", shared + list(range(200, 200 + part)), 0)
+    serve("C does too", shared + list(range(300, 300 + part)), 0)
+    serve("A's next turn", first + list(range(400, 400 + size)), 0)
+    head = [
+        f"blocks of {size} tokens, chunks of at most {4 * size}; a window of {window} tokens",
+        "",
+        f"{'':<23}computed  {'full':<30}{'window, .: given back':<30}state",
+    ]
+    tail = [
+        "",
+        "A match is as long as all three groups can go on from: B finds A's blocks but no state",
+        "where they part, begins anew, and leaves one there for C. The next turn of a chat goes on",
+        "from the last whole block of the answer.",
+    ]
+    return "\n".join([*head, *lines, *tail])
+
+
 if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="Draw a pool of blocks as requests come and go.")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (default 16)")
+    parser.add_argument("--kinds", action="store_true", help="windows and states beside it")
     args = parser.parse_args()
     if args.block_size not in BLOCK_SIZES:
         parser.error(f"--block-size {args.block_size} is not one of {BLOCK_SIZES}")
-    print(picture(args.block_size))
+    print(kinds(args.block_size) if args.kinds else picture(args.block_size))

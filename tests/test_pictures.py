@@ -34,6 +34,7 @@ RUNS = {  # copy -> command line
     "scheduler_budget": ["scheduler.py", "--budget", "15"],
     "paged": ["paged.py"],
     "paged_blocks": ["paged.py", "--block-size", "64"],
+    "paged_kinds": ["paged.py", "--kinds"],
     "generate_demo": ["generate.py", "--demo"],
 }  # fmt: skip
 REFUSED = {  # command line -> words of the refusal

@@ -2784,6 +2784,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "tests/test_paged.py -k left_behind",
     ),
     (
+        "generate.py",
+        "        self.forward = graphs_of(min(most, max_running))  # if that was lowered\n",
+        "",
+        "steps are padded to more requests than have states: no GPU starts",
+        "tests/test_generate.py -k more_requests_than_have_states",
+    ),
+    (
         "paged.py",
         "            end = request.computed + (n if pool.gaps else max(n, ahead))",
         "            end = request.computed + max(n, ahead)",

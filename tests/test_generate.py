@@ -1044,6 +1044,20 @@ def test_padded_steps_generate_what_others_do(count):
     assert any(added) == (count > 2), "3 are padded to 4"
 
 
+def test_no_step_is_padded_to_more_requests_than_have_states():
+    """The sizes were those of the max_running that was asked for, the buffers those of the one
+    that the cache has states for: on a GPU such an engine did not start."""
+    engine = of_golden("qwen3_5", 24, kv_memory=60_000, max_running=20, graphs=True)
+    running = engine.scheduler.max_running
+    assert 1 < running < 20 and engine.forward.sizes[-1] == engine.cache.sizes[-1] == running
+    requests = [engine.add([i] * 9, greedy(5)) for i in range(1, 21)]
+    run(engine)
+    again = of_golden("qwen3_5", 24)
+    assert [r.output for r in requests] == [
+        again.generate([i] * 9, greedy(5))[0].token_ids for i in range(1, 21)
+    ]
+
+
 @pytest.mark.parametrize("blocks", [8, 40])
 def test_padded_steps_beside_chunks_forks_and_preemptions_change_no_answer(blocks):
     settings = {"kv_memory": pool(blocks, 8), "block_size": 8, "budget": 24, "max_running": 10}

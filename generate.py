@@ -180,10 +180,12 @@ class Engine:
         graphs = on_gpu if graphs is None else graphs
         this = weakref.proxy(self)  # a cycle of references would keep the memory of a GPU
         most = min(budget, max_running) if graphs else 0
-        self.forward = self.model.graphs(lambda step: this._logits(step), most)
+        graphs_of = partial(self.model.graphs, lambda step: this._logits(step))
+        self.forward = graphs_of(most)
         if block_size not in paged.BLOCK_SIZES:
             raise ValueError(f"block_size {block_size} is not one of {paged.BLOCK_SIZES}")
         rooms, max_running = self._fit(kv_memory, block_size, max_len, budget, max_running)
+        self.forward = graphs_of(min(most, max_running))  # if that was lowered
         self.cache = self._cache(rooms, block_size, budget, max_running)
         with self.on_device, torch.inference_mode(), _fitting(self.device):
             self.forward.record(self.cache)

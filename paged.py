@@ -523,10 +523,16 @@ class BlockManager:
                 progress.tails[group] = entry
 
     def forget(self, request):
-        """Take what the request holds out of the index: something in it is wrong."""
-        for pool, table in zip(self.pools, request.tables):
+        """Take all that the request has read or written out of the index: something in it is
+        wrong. That is what it holds, and the windows and states that it has left behind."""
+        entered = self._progress(request).entered
+        for pool, table, (_, entry) in zip(self.pools, request.tables, entered):
             for block in table:
                 pool.forget(block)
+            while entry is not None:
+                if pool.index.of_block.get(entry.block) is entry:
+                    pool.forget(entry.block)
+                entry = entry.parent
 
     def release(self, request):
         """Give all blocks back, tails first; the full ones stay cached."""

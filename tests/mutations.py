@@ -2777,6 +2777,22 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "paged.py",
+        "                if pool.index.of_block.get(entry.block) is entry:\n"
+        "                    pool.forget(entry.block)\n"
+        "                entry = entry.parent",
+        "                entry = entry.parent",
+        "a failed request's states and old windows are found: its prompt fails for ever",
+        "tests/test_paged.py -k left_behind",
+    ),
+    (
+        "generate.py",
+        "        self.forward = graphs_of(min(most, max_running))  # if that was lowered\n",
+        "",
+        "steps are padded to more requests than have states: no GPU starts",
+        "tests/test_generate.py -k more_requests_than_have_states",
+    ),
+    (
+        "paged.py",
         "            end = request.computed + (n if pool.gaps else max(n, ahead))",
         "            end = request.computed + max(n, ahead)",
         "a window makes room for a whole prompt at once",

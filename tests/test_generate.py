@@ -774,19 +774,26 @@ def room_for(specs, whole: int, block_size=8) -> int:
     raise AssertionError("no such room")
 
 
+def golden(family: str) -> tuple[list[int], list[int]]:
+    """A prompt and the reference's answer."""
+    expected = load_file(ROOT / "tests/golden" / family / "expected.safetensors")
+    return expected["prompt"].tolist(), expected["greedy"].tolist()
+
+
+def of_golden(family: str, budget: int, kv_memory=2**21, **settings) -> Engine:
+    settings = {"max_running": 4, "max_len": 96, "block_size": 8} | settings
+    engine = Engine(
+        str(ROOT / "tests/golden" / family), device="cpu", dtype="float32", budget=budget,
+        kv_memory=kv_memory, **settings,
+    )  # fmt: skip
+    tiny.poisoned(engine.cache)
+    return engine
+
+
 def every_way(family: str):
     """One prompt of 72 tokens and 16 of the answer: whole, in chunks, crowded, forked, found."""
-    expected = load_file(ROOT / "tests/golden" / family / "expected.safetensors")
-    prompt, answer = expected["prompt"].tolist(), expected["greedy"].tolist()
-    params = greedy(len(answer))
-
-    def engine(budget, kv_memory=2**21, **settings):
-        built = Engine(
-            str(ROOT / "tests/golden" / family), device="cpu", dtype="float32", block_size=8,
-            budget=budget, max_running=4, max_len=96, kv_memory=kv_memory, **settings,
-        )  # fmt: skip
-        tiny.poisoned(built.cache)
-        return built
+    prompt, answer = golden(family)
+    params, engine = greedy(len(answer)), functools.partial(of_golden, family)
 
     def served(engine, prompts, params=params, every=10**6):
         requests = [engine.add(ids, params) for ids in prompts]
@@ -1057,6 +1064,20 @@ def test_padded_steps_generate_what_others_do(count):
     assert any(added) == (count > 2), "3 are padded to 4"
 
 
+def test_no_step_is_padded_to_more_requests_than_have_states():
+    """The sizes were those of the max_running that was asked for, the buffers those of the one
+    that the cache has states for: on a GPU such an engine did not start."""
+    engine = of_golden("qwen3_5", 24, kv_memory=60_000, max_running=20, graphs=True)
+    running = engine.scheduler.max_running
+    assert 1 < running < 20 and engine.forward.sizes[-1] == engine.cache.sizes[-1] == running
+    requests = [engine.add([i] * 9, greedy(5)) for i in range(1, 21)]
+    run(engine)
+    again = of_golden("qwen3_5", 24)
+    assert [r.output for r in requests] == [
+        again.generate([i] * 9, greedy(5))[0].token_ids for i in range(1, 21)
+    ]
+
+
 @pytest.mark.parametrize("blocks", [8, 40])
 def test_padded_steps_beside_chunks_forks_and_preemptions_change_no_answer(blocks):
     settings = {"kv_memory": pool(blocks, 8), "block_size": 8, "budget": 24, "max_running": 10}
@@ -1254,11 +1275,16 @@ class Poisoned:
             samples = request.samples if n == request.behind else 0
             if self.ill and request.id == self.number:
                 logits[row : row + samples] = math.nan
-                for pool in itertools.chain(*self.engine.cache.pools):
-                    for block in request.tables[0][request.computed // 8 :]:
-                        pool[block] = math.nan
+                self.spoil(request)
             row += samples
         return logits
+
+    def spoil(self, request):
+        cache = self.engine.cache
+        for spec, group, pools in zip(cache.specs, cache.group_of, cache.pools):
+            first = 1 if spec.kind == "linear" else request.computed // 8
+            for pool, block in itertools.product(pools, request.tables[group][first:]):
+                pool[block] = math.nan
 
 
 @pytest.mark.parametrize("budget", [8, 64])
@@ -1273,6 +1299,21 @@ def test_what_a_failed_request_cached_is_found_by_nobody(budget):
     (again,) = serve(engine, [(SHARED, greedy(4))])
     assert again.token_ids == reference(engine, SHARED.encode(), greedy(4))
     assert again.usage["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("family", ["mistral_sliding", "gemma3_old", "qwen3_5"])
+def test_what_a_failed_request_left_behind_is_found_by_nobody(family, budget):
+    """Blocks before its window and states of its earlier chunks stayed in the index: whoever
+    sent the prompt again failed, every time or every second time."""
+    prompt, answer = golden(family)
+    engine = of_golden(family, budget)
+    poisoned = Poisoned(engine, 0)
+    assert [o.finish_reason for o in engine.generate([prompt], greedy(4))] == ["error"]
+    poisoned.ill = False
+    for reused in (0, 64, 64):
+        (output,) = engine.generate([prompt], greedy(4))
+        assert (output.token_ids, output.usage["cached_tokens"]) == (answer[:4], reused)
 
 
 def test_of_twenty_tasks_some_are_cancelled_and_the_others_read_on():
@@ -1369,7 +1410,7 @@ def size_of(engine: Engine) -> dict[str, int]:
         "waiting": scheduler.waiting, "running": scheduler.running, "doomed": engine.doomed,
         "preempted": scheduler.preempted, "arrived": scheduler.arrived, "free": pool.free,
         "heap": pool.index.heap, "entries": pool.index.entries, "of_block": pool.index.of_block,
-        "chains": engine.manager.chains,
+        "progress": engine.manager.progress,
     }  # fmt: skip
     return {name: len(place) for name, place in places.items()}
 
@@ -1401,7 +1442,7 @@ def test_ten_thousand_requests_leave_nothing_and_slow_nothing_down():
                 sizes[mark] = size_of(engine)
     objects, resident = (memory[10_000][i] - memory[4_000][i] for i in (0, 1))
     assert objects < 1000 and resident < 16 * 2**20, (objects, resident)
-    for name, limit in {"heap": 2 * 24 + 64, "entries": 24, "of_block": 24, "chains": 16}.items():
+    for name, limit in {"heap": 2 * 24 + 64, "entries": 24, "of_block": 24, "progress": 16}.items():
         assert sizes[10_000][name] <= limit, (name, sizes)
     median = [statistics.median(part) for part in (seconds[:1000], seconds[-1000:])]
     assert len(seconds) > 2000 and median[1] < 3 * median[0], median

@@ -620,6 +620,18 @@ def test_a_tail_that_was_evicted_is_not_taken_for_what_lies_in_its_block_now():
     assert manager.pools[1].index.entries.get(other.key) is other
 
 
+@pytest.mark.parametrize("room", [Room(20, 10), Room(9, state=True)])
+def test_what_a_failed_request_has_left_behind_is_forgotten(room):
+    manager = BlockManager([20, room], S)
+    manager.release(chunks(manager, ids(100, 20))[2])
+    known = [set(pool.index.of_block) for pool in manager.pools]
+    _, _, request = chunks(manager, ids(0, 50), budget=16, output=9)
+    manager.forget(request)
+    manager.release(request)
+    assert [set(pool.index.of_block) for pool in manager.pools] == known != [set(), set()]
+    manager.check([])
+
+
 def test_bytes_are_shared_out_states_first_then_windows_then_what_keeps_all():
     full, window = LayerSpec("full", 1, 8), LayerSpec("sliding", 1, 8, 20)
     state = LayerSpec("linear", 1, 4, values=4, conv=(3, 12))

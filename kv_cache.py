@@ -113,6 +113,7 @@ DEFAULTS = {  # fields that configs leave out, as transformers' classes have the
         "vocab_size": 262_208, "max_position_embeddings": 131_072,
     },
     "gemma2": {"head_dim": 256}, "gemma4_text": {"head_dim": 256}, "gpt_oss": {"head_dim": 64},
+    "qwen3": {"head_dim": 128}, "qwen3_next": {"head_dim": 256}, "qwen3_5_text": {"head_dim": 256},
     "minimax_m2": {"head_dim": 128}, "glm4": {"head_dim": 128}, "llama4_text": {"head_dim": 128},
     "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
 }  # fmt: skip
@@ -193,11 +194,9 @@ def _listed(config: dict, count: int) -> list[str]:
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     every = every or WINDOWED.get(family, (0, 0))[1]
     positive({"sliding_window_pattern": every or 1}, "sliding_window_pattern")
-    first = (
-        _whole({"max_window_layers": 28} | config, "max_window_layers")
-        if "use_sliding_window" in config
-        else 0
-    )
+    first = 0
+    if family not in WINDOWED:
+        first = _whole({"max_window_layers": 28} | config, "max_window_layers")
     window = _window(config)
     slides = [window and x > first and (not every or x % every) for x in all_of_them]
     return ["sliding_attention" if x else "full_attention" for x in slides]
@@ -206,7 +205,7 @@ def _listed(config: dict, count: int) -> list[str]:
 def _window(config: dict) -> int:
     """Tokens a sliding layer sees; 0: all."""
     family = config["model_type"]
-    if not flag(config, "use_sliding_window", family in WINDOWED):
+    if family not in WINDOWED and not flag(config, "use_sliding_window"):
         return 0
     return _whole({"sliding_window": WINDOWED.get(family, (None,))[0]} | config, "sliding_window")
 

@@ -191,8 +191,8 @@ def _listed(config: dict, count: int) -> list[str]:
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
     every = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
     every = every or WINDOWED.get(family, (0, 0))[1]
-    given = {"max_window_layers": 28} | config
-    first = _whole(given, "max_window_layers") if "use_sliding_window" in config else 0
+    first = _whole({"max_window_layers": 28} | config, "max_window_layers")
+    first = 0 if family in WINDOWED else first
     slides = [x > first and (not every or x % every) for x in all_of_them]
     return ["sliding_attention" if x and _window(config) else "full_attention" for x in slides]
 
@@ -200,9 +200,9 @@ def _listed(config: dict, count: int) -> list[str]:
 def _window(config: dict) -> int:
     """Tokens a sliding layer sees; 0: all."""
     family = config["model_type"]
-    default = {"sliding_window": WINDOWED.get(family, (None,))[0]}
-    slides = flag(config, "use_sliding_window", family in WINDOWED)
-    return _whole(default | config, "sliding_window") if slides else 0
+    if family not in WINDOWED and not flag(config, "use_sliding_window"):
+        return 0
+    return _whole({"sliding_window": WINDOWED.get(family, (None,))[0]} | config, "sliding_window")
 
 
 def _whole(config: dict, name: str) -> int:

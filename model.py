@@ -177,8 +177,11 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
         raise ValueError(f"mlp_bias is not known in {family}")
     if family in kv_cache.LATENT:
         return _refuse_deepseek(config)
-    if family not in WINDOWED and any(spec.kind == "sliding" for spec in specs):
+    wanted = flag(config, "use_sliding_window") and config.get("sliding_window", True)
+    if family not in WINDOWED and (wanted or any(spec.kind == "sliding" for spec in specs)):
         raise ValueError(f"a sliding window is not known in {family}")
+    if family == "mistral" and list(specs) != kv_cache.layers({**config, "layer_types": None}):
+        raise ValueError(f"layer_types {config['layer_types']}: Mistral's layers are all alike")
     if family == "gemma3_text":
         _refuse_gemma(config)
     if family in kv_cache.HYBRID:
@@ -186,6 +189,8 @@ def _refuse(config: dict, specs: tuple[LayerSpec, ...]):
 
 
 def _refuse_gemma(config: dict):
+    if not config.get("sliding_window", True):
+        raise ValueError(f"sliding_window {config['sliding_window']!r}: Gemma 3 needs a window")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) is not None:
             raise ValueError(f"{name} {config[name]!r} is not known in gemma3_text")
@@ -343,7 +348,8 @@ def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | No
     sliding = dict(by_kind.get("sliding_attention") or {})
     full.setdefault("rope_theta", config.get("rope_theta", 1e6))
     sliding.setdefault("rope_theta", config.get("rope_local_base_freq", 1e4))
-    ropes = [_rope({**config, "rope_parameters": rope}) for rope in (full, sliding)]
+    plain = {**config, "rope_scaling": None}
+    ropes = [_rope({**plain, "rope_parameters": rope}) for rope in (full, sliding)]
     return tuple(ropes), tuple(int(spec.kind == "sliding") for spec in specs)
 
 
@@ -374,6 +380,11 @@ def _rope(config: dict) -> dict:
     if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
         raise ValueError(
             f"rope_scaling or rope_parameters {scaling!r}: one object for all layers is needed"
+        )
+    if config.get("rope_scaling") and config["rope_scaling"] != scaling:
+        raise ValueError(
+            f"rope_scaling {config['rope_scaling']!r} beside rope_parameters {scaling!r}: it is not"
+            " clear which holds"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_FIELDS:
@@ -466,7 +477,7 @@ def _yarn(plain: Tensor, rope: dict, dim: int) -> tuple[Tensor, float]:
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(dim // 2) - low) / (high - low or 0.001)
     divided = ramp.clamp(0, 1)  # 1: divide, 0: keep
     frequencies = plain / factor * divided + plain * (1 - divided)
     return frequencies, _yarn_attention(rope, factor)

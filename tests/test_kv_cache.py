@@ -102,6 +102,7 @@ def test_heads_and_head_size_default_as_the_config_says():
     assert layers(CONFIG | shared) == [LayerSpec("full", 1, 16)] * 2
     assert layers(CONFIG | {"num_key_value_heads": None, "head_dim": None}) == layers(CONFIG)
     assert layers(CONFIG | {"head_dim": 3, "hidden_size": 7})[0].dim == 3  # need not divide then
+    assert layers(CONFIG | {"model_type": "qwen3"})[0].dim == 128  # as transformers
 
 
 def test_sliding_windows_are_read_in_the_three_ways_configs_say_them():
@@ -112,6 +113,8 @@ def test_sliding_windows_are_read_in_the_three_ways_configs_say_them():
     assert windows(model_type="mistral", sliding_window=64) == [64] * 4
     assert windows(model_type="mistral", sliding_window=None) == [0] * 4
     assert windows(model_type="mistral") == [4096] * 4  # as transformers
+    for unknown in ({"use_sliding_window": False}, {"use_sliding_window": True}):  # in Mistral
+        assert windows(model_type="mistral", sliding_window=64, **unknown) == [64] * 4
     qwen = {"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 3}
     assert windows(**qwen, use_sliding_window=True) == [0, 0, 0, 64]
     assert windows(**qwen, use_sliding_window=False) == [0] * 4

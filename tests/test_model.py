@@ -428,6 +428,8 @@ ROPE_BY_HAND = {  # head_dim 8, theta 10000 -> inverse frequencies, factor on co
         [1.0, 0.1 * (1 - 0.75 * 0.201528), 0.01 * (1 - 0.75 * 0.865914), 0.00025],
         1.138629,
     ),
+    # of so few that no pair turns once: the ramp ends before it begins, and nothing is divided
+    "yarn of four tokens": (yarn(4, truncate=False), [1.0, 0.1, 0.01, 0.001], 1.138629),
     # (0.1 ln 4 + 1) / (0.05 ln 4 + 1)
     "yarn mscale": (
         yarn(1000, mscale=1.0, mscale_all_dim=0.5),
@@ -1521,6 +1523,11 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
     "partial rope": ("llama2", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     "rope by layer type": ("llama2", {"rope_parameters": BY_LAYER_TYPE}, ["full_attention"]),
     "rope that is no object": ("llama2", {"rope_scaling": "yarn"}, ["rope_scaling"]),
+    "rope said twice": (
+        "qwen3",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        ["rope_scaling", "yarn", "rope_parameters", "1000000"],
+    ),
     "yarn without a factor": ("llama2", {"rope_scaling": yarn(32, factor=None)}, ["factor"]),
     "quantised": ("qwen3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
     "activation": ("llama2", {"hidden_act": "relu"}, ["relu", "gelu_pytorch_tanh"]),
@@ -1548,6 +1555,22 @@ REFUSED_CONFIGS = {  # what is wrong -> (family, changes, words of the message)
     "Gemma's rope alone": ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta"]),
     "Gemma's scale": ("gemma3", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
     "vision without text": ("gemma3", {"model_type": "gemma3"}, ["text_config"]),
+    "Gemma without a window": ("gemma3", {"sliding_window": None}, ["sliding_window", "None"]),
+    "Mistral's layers": (
+        "mistral_sliding",
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        ["layer_types", "full_attention"],
+    ),
+    "Mistral's layers, none of which slides": (
+        "mistral_sliding",
+        {"layer_types": ["full_attention"] * 3},
+        ["layer_types", "full_attention"],
+    ),
+    "experts with a window in all layers": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 8},
+        ["window", "qwen3_moe"],
+    ),
     "experts with a window": (
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},

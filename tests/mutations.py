@@ -5,10 +5,11 @@ after, what it breaks, test file and names). They are exercises too: apply one b
 which invariant goes, and look which test says so.
 """
 
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -321,7 +322,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     (
         "scheduler.py",
         "        if not self.manager.grow(request, n, request.behind):",
-        "        if not self.manager.grow(request, n):",
+        "        if not self.manager.grow(request, 1):",
         "a request is admitted with too few blocks for its prompt",
         "tests/test_scheduler.py -k says_for_what_it_waited",
     ),
@@ -3221,35 +3222,57 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
 ]
 
 
+LOADED = ["torch", "numpy", "gguf", "jinja2", "regex", "safetensors.torch", "tiktoken", "pytest"]
+SERVER = multiprocessing.get_context("forkserver")  # has them loaded; each test run is its fork
+LIMIT_S = 90
+
+
 def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | None:
     """None if the test goes red, else what happened. `folder` is a copy of the project."""
     file, before, after, _, test = mutation
-    path = folder / file
+    path, log = folder / file, folder / "log.txt"
     original = path.read_text()
     if original.count(before) != 1:
         return f"{original.count(before)} places are {before!r}"
     path.write_text(original.replace(before, after))
-    names = test.split(" -k ")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += names[0].split()  # a file, and perhaps -m slow
-    command += ["-k", names[1]] if len(names) > 1 else []
-    env = os.environ | {"TRITON_INTERPRET": "1" if "triton_cases" in test else "0"}
+    run = SERVER.Process(target=run_tests, args=(folder, test, log))
     try:
-        result = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=90
-        )
-    except subprocess.TimeoutExpired:
-        return None  # a bug that never ends is caught as well
+        run.start()
+        run.join(LIMIT_S)
+        if run.is_alive():
+            os.killpg(run.pid, signal.SIGKILL)
+            run.join()
+            return None  # a bug that never ends is caught as well
     finally:
         path.write_text(original)
-    if result.returncode == 1:  # tests ran and failed; 2 to 5 are pytest's own troubles
+    if run.exitcode == 1:  # tests ran and failed; 2 to 5 are pytest's own troubles
         return None
-    return f"pytest ended with {result.returncode}: {result.stdout[-300:]}"
+    return f"pytest ended with {run.exitcode}: {log.read_text()[-300:]}"
+
+
+def run_tests(folder: Path, test: str, log: Path):
+    """Run tests in a fresh process: its exit code is pytest's, its output goes to a file."""
+    os.setsid()  # so that what it starts can be ended with it
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1), os.dup2(output, 2)
+    os.environ |= {
+        "TRITON_INTERPRET": "1" if "triton_cases" in test else "0",
+        "PYTHONDONTWRITEBYTECODE": "1",  # else what was compiled a moment ago would run
+    }
+    sys.dont_write_bytecode = True
+    sys.path = [p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)]
+    import pytest
+
+    names = test.split(" -k ")
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", *names[0].split()]  # perhaps -m slow
+    sys.exit(pytest.main(arguments + (["-k", names[1]] if len(names) > 1 else [])))
 
 
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTATIONS if all(word in " ".join(m) for word in words)]
     failed, jobs = 0, min(os.cpu_count() or 1, 4)
+    SERVER.set_forkserver_preload(LOADED)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folders: queue.Queue[Path] = queue.Queue()  # a copy of the project for each job
         ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache")

@@ -274,6 +274,11 @@ class Windowed(Pool):
 
     gaps = True
 
+    def most(self, samples: int) -> int:
+        """Blocks that a request needs at once, if it goes on in small chunks: of a window, the
+        one that it begins in, the one to write, and one more for each other sample."""
+        return -(-self.room.window // self.size) + 1 + samples
+
     def first(self, position: int) -> int:
         """The first block that a row at this position sees."""
         return max(position - self.room.window + 1, 0) // self.size
@@ -303,6 +308,9 @@ class States(Pool):
     before the first token. Nobody writes what another one reads, so states are never copied."""
 
     gaps = True
+
+    def most(self, samples: int) -> int:
+        return 2
 
     def cuts(self, blocks):
         return [cut for cut, block in enumerate(blocks, 1) if block]
@@ -397,9 +405,7 @@ class BlockManager:
         need = self._demand(request, len(request.tokens), self.reserve)
         need = max(need, self._blocks(request.most))
         for pool in self.pools:
-            # A window, the block that it begins in, the one to write, and one of each sample.
-            few = 2 if pool.room.state else self._blocks(pool.room.window) + 1 + request.samples
-            least = min(need, few) if pool.gaps else need
+            least = min(need, pool.most(request.samples)) if pool.gaps else need
             if least > pool.blocks:
                 how = "reserves" if self.reserve else "needs"
                 raise ValueError(
@@ -437,7 +443,7 @@ class BlockManager:
     def limit(self, request, n: int) -> int:
         """Where a chunk of a prompt must end: of n tokens, how many. Anywhere, but
 
-        - a window's blocks must be enough for it;
+        - a window's blocks must be enough for it, without those that others hold;
         - a state can be found again at the end of a block only, so chunks end there, and where
           the request leaves what others have computed: the next of its kind begins there.
         """
@@ -449,7 +455,7 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             if pool.room.window:
                 table = request.tables[group] if request.tables else []
-                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)
+                left = pool.available - (request.samples - 1)
                 n = min(n, (len(table) + left) * size - request.computed)
         return max(n, 1)
 
@@ -461,18 +467,30 @@ class BlockManager:
 
     def grow(self, request, n: int, ahead: int = 0) -> bool:
         """Make sure every group's table has room for n more tokens, or leave all as they are.
-        Groups that keep all tokens make room for `ahead` ones, if that is more."""
+
+        ahead: all that a request which begins has to compute. Groups that keep all tokens make
+        room for it at once, others for what they come to need at once: a request would else
+        begin only to be preempted.
+        """
         request.tables = request.tables or [[] for _ in self.pools]
         missing = []
         for pool, table in zip(self.pools, request.tables):
-            end = request.computed + (n if pool.gaps else max(n, ahead))
-            reserve = self.reserve and not pool.gaps
-            missing.append(pool.missing(table, self._demand(request, end, reserve)))
-        if any(more > pool.available for more, pool in zip(missing, self.pools)):
-            return False
+            more = self._missing(request, pool, table, n)
+            if ahead > n:
+                later = self._missing(request, pool, table, ahead)
+                if pool.gaps:
+                    later = min(later, pool.most(request.samples) - sum(map(bool, table)))
+                more = max(more, later)
+            if more > pool.available:
+                return False
+            missing.append(more)
         for more, pool, table in zip(missing, self.pools, request.tables):
             pool.extend(table, more)
         return True
+
+    def _missing(self, request, pool: Pool, table: list[int], n: int) -> int:
+        reserve = self.reserve and not pool.gaps
+        return pool.missing(table, self._demand(request, request.computed + n, reserve))
 
     def fork(self, parent, child):
         """Share what the prompt has filled; what `grow` took for the child it takes over."""

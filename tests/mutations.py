@@ -656,8 +656,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "paged.py",
-        "        if any(more > pool.available for more, pool in zip(missing, self.pools)):",
-        "        if missing[0] > self.pools[0].available:",
+        "            if more > pool.available:",
+        "            if more > pool.available and pool is self.pools[0]:",
         "rule: all groups grow or none does",
         "tests/test_paged.py -k test_all_groups_grow_or_none_does",
     ),
@@ -2792,10 +2792,24 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "paged.py",
-        "            end = request.computed + (n if pool.gaps else max(n, ahead))",
-        "            end = request.computed + max(n, ahead)",
+        "                    later = min(later, pool.most(request.samples) - sum(map(bool, table)))",
+        "                    pass",
         "a window makes room for a whole prompt at once",
         "tests/test_paged.py -k workloads_over",
+    ),
+    (
+        "paged.py",
+        "            if ahead > n:\n",
+        "            if ahead > n and not pool.gaps:\n",
+        "a request begins where its window has no room, and is preempted: rows are computed twice",
+        "tests/test_paged.py -k nothing_is_computed_twice",
+    ),
+    (
+        "paged.py",
+        "                left = pool.available - (request.samples - 1)",
+        "                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)",
+        "a chunk asks for blocks that others hold, and its request is preempted",
+        "tests/test_paged.py -k nothing_is_computed_twice",
     ),
     (
         "paged.py",

@@ -1504,6 +1504,31 @@ def test_a_prompt_sent_again_is_found_for_as_long_as_there_is_room():
         assert request.reused == (64 if i else 0)
 
 
+@pytest.mark.parametrize("budget", [7, 16, 64])
+@pytest.mark.parametrize("blocks", [9, 10, 14, 20, 24, 40])
+def test_nothing_is_computed_twice_where_the_windows_have_room_for_some_requests_only(
+    blocks, budget
+):
+    """A request was admitted when its first chunk had room, preempted by its second, and again
+    every other step: twenty times as many rows as were needed."""
+    manager = BlockManager([1000, Room(blocks, 50)], S, prefix_cache=False)
+    scheduler = Scheduler(manager, budget, max_running=8)
+    requests = [Request(i, ids(1000 * i, 200), most=240) for i in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    rows = most = 0
+    while scheduler.busy:
+        plan = scheduler.plan()
+        rows += sum(n for _, n in plan)
+        most = max(most, len(plan))
+        results = [([7], "length" if len(r.output) == 39 else None) for r, _ in plan]
+        pairs = zip(plan, results)
+        scheduler.commit(plan, [one if n == r.behind else ([], None) for (r, n), one in pairs])
+        manager.check(scheduler.running)
+    assert rows == 6 * 239 and not any(request.preempted for request in requests)
+    assert most >= min(blocks // 9, 3)
+
+
 # ---------------------------------------------------------------- the door
 
 

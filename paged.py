@@ -344,9 +344,10 @@ class Progress:
     """What the manager remembers of a request that runs."""
 
     entered: list[tuple[int, Entry | None]]  # per group: full blocks seen, and the last's entry
+    prompt: int  # tokens when it began: what comes later is its answer
     branch: int = 0  # tokens that other requests have computed, where a state was not kept
     computed: int = 0
-    tails: dict[int, Entry] = field(default_factory=dict)  # by group: the snapshot of its answer
+    tails: dict[int, Entry | None] = field(default_factory=dict)  # by group: see `_thin`
 
 
 class BlockManager:
@@ -379,7 +380,7 @@ class BlockManager:
             for room in rooms
         ]
         self.growing = [pool for pool in self.pools if not pool.gaps]
-        self.states = [pool for pool in self.pools if pool.room.state]
+        self.states = any(room.state for room in rooms) and prefix_cache  # may be found again
         self.progress: dict[object, Progress] = {}  # of requests that hold blocks
         self.clock = 0
 
@@ -447,11 +448,12 @@ class BlockManager:
         - a state can be found again at the end of a block only, so chunks end there, and where
           the request leaves what others have computed: the next of its kind begins there.
         """
-        size, known = self.block_size, len(request.tokens)
-        if self.states and min(n, known - request.computed) > size:
-            end = min(request.computed + n, known - 1) // size * size  # as far as a match goes
-            branch = self._progress(request).branch
-            n = (branch if request.computed < branch < end else end) - request.computed
+        size, done = self.block_size, request.computed
+        if self.states:
+            progress = self._progress(request)
+            end = min(done + n, progress.prompt - 1) // size * size  # as far as a match goes
+            end = progress.branch if done < progress.branch < end else end
+            n = end - done if end > done else n
         for group, pool in enumerate(self.pools):
             if pool.room.window:
                 table = request.tables[group] if request.tables else []
@@ -462,7 +464,9 @@ class BlockManager:
     def _progress(self, request) -> Progress:
         if request not in self.progress:
             branch = self._known(request.tokens, request.salt) if self.states else 0
-            self.progress[request] = Progress([(0, None)] * len(self.pools), branch)
+            entered = [(0, None)] * len(self.pools)
+            known = len(request.tokens)
+            self.progress[request] = Progress(entered, known, branch, request.computed)
         return self.progress[request]
 
     def grow(self, request, n: int, ahead: int = 0) -> bool:
@@ -515,19 +519,23 @@ class BlockManager:
                 last = pool.index.insert(last, request.salt, ids, block)
             progress.entered[group] = full, last
             pool.settle(table, request.computed, self.clock)
-        self._one_tail(request, progress)
+        self._thin(request, progress)
         progress.computed = request.computed
 
-    def _one_tail(self, request, progress: Progress):
-        """Of an answer's snapshots only the last stays: the next turn goes on from there."""
-        few = request.computed - progress.computed < self.block_size  # no chunk of a prompt
+    def _thin(self, request, progress: Progress):
+        """Of the snapshots that a request leaves every block only the last stays: the next turn
+        goes on from there. Those stay where prompts part, where its prompt ends, and after a
+        long chunk of that."""
+        size, done = self.block_size, request.computed
+        stays = done in (progress.branch, (progress.prompt - 1) // size * size)
+        stays |= done <= progress.prompt and done - progress.computed > size
         for group, pool in enumerate(self.pools):
             block = request.tables[group][-1] if pool.room.state else 0
             entry, last = pool.index.of_block.get(block), progress.tails.get(group)
-            if few and entry is not None:
+            if entry is not None:
                 if last and pool.index.of_block.get(last.block) is last:
                     pool.forget(last.block)
-                progress.tails[group] = entry
+                progress.tails[group] = None if stays else entry
 
     def forget(self, request):
         """Take all that the request has read or written out of the index: something in it is

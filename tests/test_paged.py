@@ -585,6 +585,27 @@ def test_chunks_of_a_prompt_end_with_a_block_where_there_are_states(length, size
     assert chunks(manager, ids(0, length))[1] == sizes
 
 
+def test_without_a_prefix_cache_a_prompt_is_not_cut_for_its_states():
+    manager = BlockManager([40, Room(9, state=True)], S, prefix_cache=False)
+    assert chunks(manager, ids(0, 50))[1] == [50]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 8, 9, 15])
+def test_states_are_found_again_whatever_the_budget(budget):
+    """A step of no more than a block passed the end of a block, and left no state there."""
+    manager = BlockManager([60, Room(20, state=True)], S)
+    prompts = [[*ids(0, 20), *ids(100 * i, 30)] for i in range(1, 5)]
+    found = []
+    for prompt in prompts:
+        reused, sizes, request = chunks(manager, prompt, budget)
+        manager.release(request)
+        again, _, request = chunks(manager, prompt, budget, output=9)
+        manager.release(request)
+        found += [reused, again]
+    assert len(manager.pools[1].index.entries) == 9, "two for each prompt, and where they part"
+    assert found == [0, 48, 0, 48, 16, 48, 16, 48]
+
+
 def test_where_prompts_part_the_second_leaves_a_state_for_the_third():
     manager = BlockManager([60, Room(9, state=True)], S)
     prompts = [[*ids(0, 20), *ids(100 * i, 30)] for i in range(1, 5)]
@@ -1250,7 +1271,9 @@ class Workload:
         )  # fmt: skip
         self.memory = Memory(self.manager)
         self.drafting, self.aborting = draw.random() < 0.4, draw.random() < 0.3
-        self.drafting &= not self.manager.states  # what a draft did to them is not undone yet
+        self.drafting &= not any(
+            pool.room.state for pool in self.manager.pools
+        )  # what a draft did to them is not undone yet
         self.to_come, self.requests, self.count = draw.randint(3, 12), [], Counter()
 
     def rooms(self):

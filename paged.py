@@ -386,8 +386,8 @@ class BlockManager:
 
     @property
     def blocks(self) -> int:
-        """Of the first group that keeps all tokens, if there is one."""
-        return (self.growing or self.pools)[0].blocks
+        """Over all groups, as `held` and `cached`."""
+        return sum(pool.blocks for pool in self.pools)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

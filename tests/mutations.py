@@ -2834,6 +2834,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "paged.py",
+        "        return sum(pool.blocks for pool in self.pools)",
+        "        return self.pools[-1].blocks",
+        "more blocks are held than there are",
+        "tests/test_generate.py -k blocks_of_every_group",
+    ),
+    (
+        "paged.py",
         "                left = pool.available - (request.samples - 1)",
         "                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)",
         "a chunk asks for blocks that others hold, and its request is preempted",

@@ -767,40 +767,53 @@ def rooms(
     States come first: for each running request what it reads, what it writes, and snapshots of
     its prompt and of its answer.
     Then windows: for each the blocks of a window and one at either end, and a step's rows. Each
-    of these takes at most half of what is left, unless it is the last. Groups that keep all
-    tokens have the rest, the same number of blocks each. ValueError: one has not enough.
+    of these takes at most half of what is left, unless it is the last, or half is not enough for
+    one request. Groups that keep all tokens have the rest, the same number of blocks each.
+    ValueError: there is not enough for one request.
 
     Example: SmolLM2-135M in bfloat16, 23,040 bytes a token: blocks of 368,640 bytes.
     """
     groups = list(dict.fromkeys(specs))
     each = {g: specs.count(g) * block_bytes(g, block_size, element_bytes) for g in groups}
+    few = {g: least_blocks(g, block_size) for g in groups}
+    least = {g: (few[g] + 1) * each[g] for g in groups}  # bytes
+    if memory < sum(least.values()):
+        raise ValueError(f"kv_memory {memory:,} bytes: {needs(few, each, block_size)}")
     order = sorted(groups, key=lambda g: (g.grows, g.kind != "linear"))
     found, left = {}, memory
     for at, spec in enumerate(order):
-        last = at == len(order) - 1
+        later = order[at + 1 :]
         if spec.grows:
-            blocks, least = left // sum(each[g] for g in order[at:]) - 1, 1
-            found |= {g: Room(blocks) for g in order[at:]}
-        else:
-            blocks = (left if last else left // 2) // each[spec] - 1
-            if spec.kind == "linear":
-                max_running = max(min(max_running, blocks // 2), 1)
-                wanted, least = 4 * max_running, 2
-            else:
-                window = -(-spec.window // block_size) + 2
-                wanted, least = max_running * window + -(-budget // block_size), window
-            blocks = min(blocks, wanted)
-            found[spec] = Room(blocks, spec.window, spec.kind == "linear")
-        if blocks < least:
-            what = "states" if spec.kind == "linear" else f"blocks of {block_size} tokens"
-            raise ValueError(
-                f"kv_memory {memory:,} bytes: {spec.kind} layers need {least + 1} {what},"
-                f" {each[spec]:,} bytes each"
-            )
-        if spec.grows:
+            room = Room(left // sum(each[g] for g in [spec, *later]) - 1)
+            found |= dict.fromkeys([spec, *later], room)
             break
+        share = max(left // 2, least[spec]) if later else left
+        blocks = min(share, left - sum(least[g] for g in later)) // each[spec] - 1
+        if spec.kind == "linear":
+            max_running = min(max_running, blocks // 2)
+            blocks = min(blocks, 4 * max_running)
+        else:
+            blocks = min(blocks, max_running * few[spec] + -(-budget // block_size))
+        found[spec] = Room(blocks, spec.window, spec.kind == "linear")
         left -= (blocks + 1) * each[spec]
     return [found[g] for g in groups], max_running
+
+
+def needs(few: dict, each: dict, block_size: int) -> str:
+    """What a request needs of each cache group: blocks, and bytes of one of them."""
+    lines = []
+    for spec, count in few.items():
+        what = "states" if spec.kind == "linear" else f"blocks of {block_size} tokens"
+        lines.append(f"{spec.kind} layers {count + 1} {what}, {each[spec]:,} bytes each")
+    total = sum((count + 1) * each[spec] for spec, count in few.items())
+    return f"a request needs {total:,}: of {'; of '.join(lines)}"
+
+
+def least_blocks(spec: LayerSpec, block_size: int) -> int:
+    """Blocks without which no request runs: of a window, it and one at either end."""
+    if spec.kind == "linear":
+        return 2
+    return 1 if spec.grows else -(-spec.window // block_size) + 2
 
 
 # ---------------------------------------------------------------- the experiment

@@ -1475,8 +1475,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "paged.py",
-        "            blocks, least = left // sum(each[g] for g in order[at:]) - 1, 1",
-        "            blocks, least = left // sum(each[g] for g in order[at:]), 1",
+        "            room = Room(left // sum(each[g] for g in [spec, *later]) - 1)",
+        "            room = Room(left // sum(each[g] for g in [spec, *later]))",
         "the cache takes a block more than it was given memory for",
         "tests/test_paged.py -k shared_out",
     ),
@@ -2838,6 +2838,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "        return self.pools[-1].blocks",
         "more blocks are held than there are",
         "tests/test_generate.py -k blocks_of_every_group",
+    ),
+    (
+        "paged.py",
+        "        share = max(left // 2, least[spec]) if later else left",
+        "        share = left // 2 if later else left",
+        "a window gets less than a request needs, and the rest lies idle",
+        "tests/test_paged.py -k any_memory_is_shared",
+    ),
+    (
+        "paged.py",
+        "        blocks = min(share, left - sum(least[g] for g in later)) // each[spec] - 1",
+        "        blocks = share // each[spec] - 1",
+        "states and windows leave too little for those that keep all",
+        "tests/test_paged.py -k any_memory_is_shared",
     ),
     (
         "paged.py",

@@ -668,21 +668,55 @@ def test_bytes_are_shared_out_states_first_then_windows_then_what_keeps_all():
 
 
 def test_little_memory_lowers_how_many_run_and_less_is_refused():
+    """Half of it was not enough for a window, and the other half lay idle: refused, with a number
+    of bytes that was not enough either."""
     full, window = LayerSpec("full", 1, 8), LayerSpec("sliding", 1, 8, 20)
     state = LayerSpec("linear", 1, 4, values=4, conv=(3, 12))
     specs, lowered = [full, window, state], 0
-    for memory in range(1000, 30000, 500):
-        try:
-            found, running = rooms(specs, memory, S, 16, 64, 4)
-        except ValueError as error:
-            assert memory < 12000 and f"kv_memory {memory:,} bytes" in str(error)
-            continue
-        assert memory > 5000
+    block, one = 2 * 8 * S * 4, 4 * 4 * 4 + 3 * 12 * 4
+    needed = 3 * one + 6 * block + 2 * block
+    with pytest.raises(
+        ValueError, match=f"^kv_memory {needed - 1:,} bytes: a request needs 4,720: "
+    ):
+        rooms(specs, needed - 1, S, 16, 64, 4)
+    assert needed == 4720
+    for memory in range(needed, 30000, 500):
+        found, running = rooms(specs, memory, S, 16, 64, 4)
         lowered += running < 64
-        assert 1 <= running == min(64, found[2].blocks // 2 if found[2].blocks < 256 else 64)
-        assert found[1].blocks >= 5 and found[0].blocks >= 1
-        assert PagedCache(specs, [room.blocks for room in found], S, 16, running).nbytes <= memory
+        assert running == min(64, found[2].blocks // 2)
+        cache = PagedCache(specs, [room.blocks for room in found], S, 16, running)
+        assert cache.nbytes <= memory
     assert lowered > 10
+
+
+def test_any_memory_is_shared_out_so_that_a_request_runs_and_no_more_is_taken():
+    draw = random.Random(0)
+    kinds = [
+        LayerSpec("full", 2, 4), LayerSpec("full", 1, 4, values=12), LayerSpec("latent", 1, 9),
+        LayerSpec("linear", 2, 4, values=3, conv=(3, 9)), LayerSpec("sliding", 1, 8, 1),
+        LayerSpec("sliding", 2, 4, 20), LayerSpec("sliding", 1, 4, 70),
+    ]  # fmt: skip
+    for _ in range(100):
+        specs = draw.choices(kinds, k=draw.randint(1, 6))
+        size, budget, asked = draw.choice([8, 16, 64]), draw.randint(1, 99), draw.randint(1, 9)
+        with pytest.raises(ValueError, match="a request needs ([\\d,]+): of ") as refused:
+            rooms(specs, 0, size, budget, asked, 4)
+        least = int(refused.value.args[0].split("needs ")[1].split(":")[0].replace(",", ""))
+        with pytest.raises(ValueError, match="a request needs"):
+            rooms(specs, least - 1, size, budget, asked, 4)
+        for memory in (least, least + draw.randint(0, least), 20 * least):
+            found, running = rooms(specs, memory, size, budget, asked, 4)
+            cache = PagedCache(specs, [room.blocks for room in found], size, budget, running)
+            assert cache.nbytes <= memory and 1 <= running <= asked
+            grows = [room.blocks for room in found if not (room.window or room.state)]
+            longest = min(grows, default=20) * size
+            manager = BlockManager(found, size, prefix_cache=draw.random() < 0.5)
+            manager.door(Request(0, [1], most=longest))
+            request = Request(0, ids(0, min(longest, 150) - 4))
+            while len(request.tokens) < min(longest, 150):
+                compute(manager, request, min(request.missing, budget))
+                manager.check([request])
+                request.tokens += [7] * (not request.missing)
 
 
 def test_a_block_of_a_known_model_takes_the_published_bytes():

@@ -1056,10 +1056,11 @@ def summary(engine: Engine, output: Output) -> str:
     specs, size = engine.config.specs, engine.manager.block_size
     grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
     held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
-    lines.append(
-        f"cache    {usage['cache_bytes'] / 1e6:.1f} MB ({grows:,} bytes a token)"
-        f" in {-(-held // size):,} of {engine.manager.blocks:,} blocks of {size} tokens"
-    )
+    what = "for any number of tokens"
+    for pool in engine.manager.growing[:1]:
+        what = f"({grows:,} bytes a token)"
+        what += f" in {-(-held // size):,} of {pool.blocks:,} blocks of {size} tokens"
+    lines.append(f"cache    {usage['cache_bytes'] / 1e6:.1f} MB {what}")
     if usage["cached_tokens"]:
         saved = engine.counts.saved_s(usage["cached_tokens"])
         lines.append(

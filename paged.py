@@ -285,6 +285,11 @@ class Windowed(Pool):
 
     gaps = True
 
+    def most(self, samples: int) -> int:
+        """Blocks that a request needs at once, if it goes on in small chunks: of a window, the
+        one that it begins in, the one to write, and one more for each other sample."""
+        return -(-self.room.window // self.size) + 1 + samples
+
     def first(self, position: int) -> int:
         """The first block that a row at this position sees."""
         return max(position - self.room.window + 1, 0) // self.size
@@ -314,6 +319,9 @@ class States(Pool):
     before the first token. Nobody writes what another one reads, so states are never copied."""
 
     gaps = True
+
+    def most(self, samples: int) -> int:
+        return 2
 
     def cuts(self, blocks):
         return [cut for cut, block in enumerate(blocks, 1) if block]
@@ -347,9 +355,10 @@ class Progress:
     """What the manager remembers of a request that runs."""
 
     entered: list[tuple[int, Entry | None]]  # per group: full blocks seen, and the last's entry
+    prompt: int  # tokens when it began: what comes later is its answer
     branch: int = 0  # tokens that other requests have computed, where a state was not kept
     computed: int = 0
-    tails: dict[int, Entry] = field(default_factory=dict)  # by group: the snapshot of its answer
+    tails: dict[int, Entry | None] = field(default_factory=dict)  # by group: see `_thin`
 
 
 class BlockManager:
@@ -382,14 +391,14 @@ class BlockManager:
             for room in rooms
         ]
         self.growing = [pool for pool in self.pools if not pool.gaps]
-        self.states = [pool for pool in self.pools if pool.room.state]
+        self.states = any(room.state for room in rooms) and prefix_cache  # may be found again
         self.progress: dict[object, Progress] = {}  # of requests that hold blocks
         self.clock = 0
 
     @property
     def blocks(self) -> int:
-        """Of the first group that keeps all tokens, if there is one."""
-        return (self.growing or self.pools)[0].blocks
+        """Over all groups, as `held` and `cached`."""
+        return sum(pool.blocks for pool in self.pools)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -408,9 +417,7 @@ class BlockManager:
         need = self._demand(request, len(request.tokens), self.reserve)
         need = max(need, self._blocks(request.most))
         for pool in self.pools:
-            # A window, the block that it begins in, the one to write, and one of each sample.
-            few = 2 if pool.room.state else self._blocks(pool.room.window) + 1 + request.samples
-            least = min(need, few) if pool.gaps else need
+            least = min(need, pool.most(request.samples)) if pool.gaps else need
             if least > pool.blocks:
                 how = "reserves" if self.reserve else "needs"
                 raise ValueError(
@@ -448,42 +455,57 @@ class BlockManager:
     def limit(self, request, n: int) -> int:
         """Where a chunk of a prompt must end: of n tokens, how many. Anywhere, but
 
-        - a window's blocks must be enough for it;
+        - a window's blocks must be enough for it, without those that others hold;
         - a state can be found again at the end of a block only, so chunks end there, and where
           the request leaves what others have computed: the next of its kind begins there.
         """
-        size, known = self.block_size, len(request.tokens)
-        if self.states and min(n, known - request.computed) > size:
-            end = min(request.computed + n, known - 1) // size * size  # as far as a match goes
-            branch = self._progress(request).branch
-            n = (branch if request.computed < branch < end else end) - request.computed
+        size, done = self.block_size, request.computed
+        if self.states:
+            progress = self._progress(request)
+            end = min(done + n, progress.prompt - 1) // size * size  # as far as a match goes
+            end = progress.branch if done < progress.branch < end else end
+            n = end - done if end > done else n
         for group, pool in enumerate(self.pools):
             if pool.room.window:
                 table = request.tables[group] if request.tables else []
-                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)
+                left = pool.available - (request.samples - 1)
                 n = min(n, (len(table) + left) * size - request.computed)
         return max(n, 1)
 
     def _progress(self, request) -> Progress:
         if request not in self.progress:
             branch = self._known(request.tokens, request.salt) if self.states else 0
-            self.progress[request] = Progress([(0, None)] * len(self.pools), branch)
+            entered = [(0, None)] * len(self.pools)
+            known = len(request.tokens)
+            self.progress[request] = Progress(entered, known, branch, request.computed)
         return self.progress[request]
 
     def grow(self, request, n: int, ahead: int = 0) -> bool:
         """Make sure every group's table has room for n more tokens, or leave all as they are.
-        Groups that keep all tokens make room for `ahead` ones, if that is more."""
+
+        ahead: all that a request which begins has to compute. Groups that keep all tokens make
+        room for it at once, others for what they come to need at once: a request would else
+        begin only to be preempted.
+        """
         request.tables = request.tables or [[] for _ in self.pools]
         missing = []
         for pool, table in zip(self.pools, request.tables):
-            end = request.computed + (n if pool.gaps else max(n, ahead))
-            reserve = self.reserve and not pool.gaps
-            missing.append(pool.missing(table, self._demand(request, end, reserve)))
-        if any(more > pool.available for more, pool in zip(missing, self.pools)):
-            return False
+            more = self._missing(request, pool, table, n)
+            if ahead > n:
+                later = self._missing(request, pool, table, ahead)
+                if pool.gaps:
+                    later = min(later, pool.most(request.samples) - sum(map(bool, table)))
+                more = max(more, later)
+            if more > pool.available:
+                return False
+            missing.append(more)
         for more, pool, table in zip(missing, self.pools, request.tables):
             pool.extend(table, more)
         return True
+
+    def _missing(self, request, pool: Pool, table: list[int], n: int) -> int:
+        reserve = self.reserve and not pool.gaps
+        return pool.missing(table, self._demand(request, request.computed + n, reserve))
 
     def fork(self, parent, child):
         """Share what the prompt has filled; what `grow` took for the child it takes over."""
@@ -508,19 +530,23 @@ class BlockManager:
                 last = pool.index.insert(last, request.salt, ids, block)
             progress.entered[group] = full, last
             pool.settle(table, request.computed, self.clock)
-        self._one_tail(request, progress)
+        self._thin(request, progress)
         progress.computed = request.computed
 
-    def _one_tail(self, request, progress: Progress):
-        """Of an answer's snapshots only the last stays: the next turn goes on from there."""
-        few = request.computed - progress.computed < self.block_size  # no chunk of a prompt
+    def _thin(self, request, progress: Progress):
+        """Of the snapshots that a request leaves every block only the last stays: the next turn
+        goes on from there. Those stay where prompts part, where its prompt ends, and after a
+        long chunk of that."""
+        size, done = self.block_size, request.computed
+        stays = done in (progress.branch, (progress.prompt - 1) // size * size)
+        stays |= done <= progress.prompt and done - progress.computed > size
         for group, pool in enumerate(self.pools):
             block = request.tables[group][-1] if pool.room.state else 0
             entry, last = pool.index.of_block.get(block), progress.tails.get(group)
-            if few and entry is not None:
+            if entry is not None:
                 if last and pool.index.of_block.get(last.block) is last:
                     pool.forget(last.block)
-                progress.tails[group] = entry
+                progress.tails[group] = None if stays else entry
 
     def forget(self, request):
         """Take all that the request has read or written out of the index: something in it is
@@ -752,40 +778,53 @@ def rooms(
     States come first: for each running request what it reads, what it writes, and snapshots of
     its prompt and of its answer.
     Then windows: for each the blocks of a window and one at either end, and a step's rows. Each
-    of these takes at most half of what is left, unless it is the last. Groups that keep all
-    tokens have the rest, the same number of blocks each. ValueError: one has not enough.
+    of these takes at most half of what is left, unless it is the last, or half is not enough for
+    one request. Groups that keep all tokens have the rest, the same number of blocks each.
+    ValueError: there is not enough for one request.
 
     Example: SmolLM2-135M in bfloat16, 23,040 bytes a token: blocks of 368,640 bytes.
     """
     groups = list(dict.fromkeys(specs))
     each = {g: specs.count(g) * block_bytes(g, block_size, element_bytes) for g in groups}
+    few = {g: least_blocks(g, block_size) for g in groups}
+    least = {g: (few[g] + 1) * each[g] for g in groups}  # bytes
+    if memory < sum(least.values()):
+        raise ValueError(f"kv_memory {memory:,} bytes: {needs(few, each, block_size)}")
     order = sorted(groups, key=lambda g: (g.grows, g.kind != "linear"))
     found, left = {}, memory
     for at, spec in enumerate(order):
-        last = at == len(order) - 1
+        later = order[at + 1 :]
         if spec.grows:
-            blocks, least = left // sum(each[g] for g in order[at:]) - 1, 1
-            found |= {g: Room(blocks) for g in order[at:]}
-        else:
-            blocks = (left if last else left // 2) // each[spec] - 1
-            if spec.kind == "linear":
-                max_running = max(min(max_running, blocks // 2), 1)
-                wanted, least = 4 * max_running, 2
-            else:
-                window = -(-spec.window // block_size) + 2
-                wanted, least = max_running * window + -(-budget // block_size), window
-            blocks = min(blocks, wanted)
-            found[spec] = Room(blocks, spec.window, spec.kind == "linear")
-        if blocks < least:
-            what = "states" if spec.kind == "linear" else f"blocks of {block_size} tokens"
-            raise ValueError(
-                f"kv_memory {memory:,} bytes: {spec.kind} layers need {least + 1} {what},"
-                f" {each[spec]:,} bytes each"
-            )
-        if spec.grows:
+            room = Room(left // sum(each[g] for g in [spec, *later]) - 1)
+            found |= dict.fromkeys([spec, *later], room)
             break
+        share = max(left // 2, least[spec]) if later else left
+        blocks = min(share, left - sum(least[g] for g in later)) // each[spec] - 1
+        if spec.kind == "linear":
+            max_running = min(max_running, blocks // 2)
+            blocks = min(blocks, 4 * max_running)
+        else:
+            blocks = min(blocks, max_running * few[spec] + -(-budget // block_size))
+        found[spec] = Room(blocks, spec.window, spec.kind == "linear")
         left -= (blocks + 1) * each[spec]
     return [found[g] for g in groups], max_running
+
+
+def needs(few: dict, each: dict, block_size: int) -> str:
+    """What a request needs of each cache group: blocks, and bytes of one of them."""
+    lines = []
+    for spec, count in few.items():
+        what = "states" if spec.kind == "linear" else f"blocks of {block_size} tokens"
+        lines.append(f"{spec.kind} layers {count + 1} {what}, {each[spec]:,} bytes each")
+    total = sum((count + 1) * each[spec] for spec, count in few.items())
+    return f"a request needs {total:,}: of {'; of '.join(lines)}"
+
+
+def least_blocks(spec: LayerSpec, block_size: int) -> int:
+    """Blocks without which no request runs: of a window, it and one at either end."""
+    if spec.kind == "linear":
+        return 2
+    return 1 if spec.grows else -(-spec.window // block_size) + 2
 
 
 # ---------------------------------------------------------------- the experiment

@@ -1403,6 +1403,25 @@ def test_counts_and_records_say_what_the_steps_were_made_of():
     assert generate.Counts().saved_s(1000) == 0
 
 
+def test_summaries_count_the_blocks_of_every_group():
+    """Of a model with windows or states more blocks were held than there are; and an answer
+    took up all the blocks that its tokens would fill without a window."""
+    whole = {"mistral_sliding": 0, "gemma3_old": 7, "qwen3_5": 7}
+    for family, blocks in whole.items():
+        prompt, _ = golden(family)
+        specs = list(models.load(ROOT / "tests/golden" / family).config.specs)
+        engine = of_golden(family, 64, room_for(specs, 7), max_running=2)
+        batch = generate.Batch(engine, [], {}, {})
+        (output,) = engine.generate([prompt[:40]], greedy(16))
+        engine.generate([prompt[i : i + 9] for i in range(4)], greedy(20))
+        most, there = map(int, re.search("(\\d+) of (\\d+) blocks", batch.summary()).groups())
+        assert there == sum(pool.blocks for pool in engine.manager.pools) >= most > 4, family
+        (line,) = [x for x in generate.summary(engine, output).split("\n") if "MB" in x][:1]
+        kept = engine.manager.growing[0].blocks if blocks else 0
+        assert (f" in {blocks} of {kept} blocks of 8 tokens" in line) == bool(blocks), line
+        assert ("for any number of tokens" in line) != bool(blocks), line
+
+
 def size_of(engine: Engine) -> dict[str, int]:
     """Everything in an engine that has a length."""
     (pool,), scheduler = engine.manager.pools, engine.scheduler

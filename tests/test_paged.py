@@ -585,6 +585,27 @@ def test_chunks_of_a_prompt_end_with_a_block_where_there_are_states(length, size
     assert chunks(manager, ids(0, length))[1] == sizes
 
 
+def test_without_a_prefix_cache_a_prompt_is_not_cut_for_its_states():
+    manager = BlockManager([40, Room(9, state=True)], S, prefix_cache=False)
+    assert chunks(manager, ids(0, 50))[1] == [50]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 8, 9, 15])
+def test_states_are_found_again_whatever_the_budget(budget):
+    """A step of no more than a block passed the end of a block, and left no state there."""
+    manager = BlockManager([60, Room(20, state=True)], S)
+    prompts = [[*ids(0, 20), *ids(100 * i, 30)] for i in range(1, 5)]
+    found = []
+    for prompt in prompts:
+        reused, sizes, request = chunks(manager, prompt, budget)
+        manager.release(request)
+        again, _, request = chunks(manager, prompt, budget, output=9)
+        manager.release(request)
+        found += [reused, again]
+    assert len(manager.pools[1].index.entries) == 9, "two for each prompt, and where they part"
+    assert found == [0, 48, 0, 48, 16, 48, 16, 48]
+
+
 def test_where_prompts_part_the_second_leaves_a_state_for_the_third():
     manager = BlockManager([60, Room(9, state=True)], S)
     prompts = [[*ids(0, 20), *ids(100 * i, 30)] for i in range(1, 5)]
@@ -647,21 +668,55 @@ def test_bytes_are_shared_out_states_first_then_windows_then_what_keeps_all():
 
 
 def test_little_memory_lowers_how_many_run_and_less_is_refused():
+    """Half of it was not enough for a window, and the other half lay idle: refused, with a number
+    of bytes that was not enough either."""
     full, window = LayerSpec("full", 1, 8), LayerSpec("sliding", 1, 8, 20)
     state = LayerSpec("linear", 1, 4, values=4, conv=(3, 12))
     specs, lowered = [full, window, state], 0
-    for memory in range(1000, 30000, 500):
-        try:
-            found, running = rooms(specs, memory, S, 16, 64, 4)
-        except ValueError as error:
-            assert memory < 12000 and f"kv_memory {memory:,} bytes" in str(error)
-            continue
-        assert memory > 5000
+    block, one = 2 * 8 * S * 4, 4 * 4 * 4 + 3 * 12 * 4
+    needed = 3 * one + 6 * block + 2 * block
+    with pytest.raises(
+        ValueError, match=f"^kv_memory {needed - 1:,} bytes: a request needs 4,720: "
+    ):
+        rooms(specs, needed - 1, S, 16, 64, 4)
+    assert needed == 4720
+    for memory in range(needed, 30000, 500):
+        found, running = rooms(specs, memory, S, 16, 64, 4)
         lowered += running < 64
-        assert 1 <= running == min(64, found[2].blocks // 2 if found[2].blocks < 256 else 64)
-        assert found[1].blocks >= 5 and found[0].blocks >= 1
-        assert PagedCache(specs, [room.blocks for room in found], S, 16, running).nbytes <= memory
+        assert running == min(64, found[2].blocks // 2)
+        cache = PagedCache(specs, [room.blocks for room in found], S, 16, running)
+        assert cache.nbytes <= memory
     assert lowered > 10
+
+
+def test_any_memory_is_shared_out_so_that_a_request_runs_and_no_more_is_taken():
+    draw = random.Random(0)
+    kinds = [
+        LayerSpec("full", 2, 4), LayerSpec("full", 1, 4, values=12), LayerSpec("latent", 1, 9),
+        LayerSpec("linear", 2, 4, values=3, conv=(3, 9)), LayerSpec("sliding", 1, 8, 1),
+        LayerSpec("sliding", 2, 4, 20), LayerSpec("sliding", 1, 4, 70),
+    ]  # fmt: skip
+    for _ in range(100):
+        specs = draw.choices(kinds, k=draw.randint(1, 6))
+        size, budget, asked = draw.choice([8, 16, 64]), draw.randint(1, 99), draw.randint(1, 9)
+        with pytest.raises(ValueError, match="a request needs ([\\d,]+): of ") as refused:
+            rooms(specs, 0, size, budget, asked, 4)
+        least = int(refused.value.args[0].split("needs ")[1].split(":")[0].replace(",", ""))
+        with pytest.raises(ValueError, match="a request needs"):
+            rooms(specs, least - 1, size, budget, asked, 4)
+        for memory in (least, least + draw.randint(0, least), 20 * least):
+            found, running = rooms(specs, memory, size, budget, asked, 4)
+            cache = PagedCache(specs, [room.blocks for room in found], size, budget, running)
+            assert cache.nbytes <= memory and 1 <= running <= asked
+            grows = [room.blocks for room in found if not (room.window or room.state)]
+            longest = min(grows, default=20) * size
+            manager = BlockManager(found, size, prefix_cache=draw.random() < 0.5)
+            manager.door(Request(0, [1], most=longest))
+            request = Request(0, ids(0, min(longest, 150) - 4))
+            while len(request.tokens) < min(longest, 150):
+                compute(manager, request, min(request.missing, budget))
+                manager.check([request])
+                request.tokens += [7] * (not request.missing)
 
 
 def test_a_block_of_a_known_model_takes_the_published_bytes():
@@ -1250,7 +1305,9 @@ class Workload:
         )  # fmt: skip
         self.memory = Memory(self.manager)
         self.drafting, self.aborting = draw.random() < 0.4, draw.random() < 0.3
-        self.drafting &= not self.manager.states  # what a draft did to them is not undone yet
+        self.drafting &= not any(
+            pool.room.state for pool in self.manager.pools
+        )  # what a draft did to them is not undone yet
         self.to_come, self.requests, self.count = draw.randint(3, 12), [], Counter()
 
     def rooms(self):
@@ -1502,6 +1559,31 @@ def test_a_prompt_sent_again_is_found_for_as_long_as_there_is_room():
                 plan, [([7], "length") if n == r.behind else ([], None) for r, n in plan]
             )
         assert request.reused == (64 if i else 0)
+
+
+@pytest.mark.parametrize("budget", [7, 16, 64])
+@pytest.mark.parametrize("blocks", [9, 10, 14, 20, 24, 40])
+def test_nothing_is_computed_twice_where_the_windows_have_room_for_some_requests_only(
+    blocks, budget
+):
+    """A request was admitted when its first chunk had room, preempted by its second, and again
+    every other step: twenty times as many rows as were needed."""
+    manager = BlockManager([1000, Room(blocks, 50)], S, prefix_cache=False)
+    scheduler = Scheduler(manager, budget, max_running=8)
+    requests = [Request(i, ids(1000 * i, 200), most=240) for i in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    rows = most = 0
+    while scheduler.busy:
+        plan = scheduler.plan()
+        rows += sum(n for _, n in plan)
+        most = max(most, len(plan))
+        results = [([7], "length" if len(r.output) == 39 else None) for r, _ in plan]
+        pairs = zip(plan, results)
+        scheduler.commit(plan, [one if n == r.behind else ([], None) for (r, n), one in pairs])
+        manager.check(scheduler.running)
+    assert rows == 6 * 239 and not any(request.preempted for request in requests)
+    assert most >= min(blocks // 9, 3)
 
 
 # ---------------------------------------------------------------- the door

@@ -132,7 +132,8 @@ def text(config: dict) -> dict:
     )
     if not isinstance(inner, dict) and (seeing or inner is not None):
         raise ValueError(f"config: text_config is {inner!r}, not an object")
-    config = config | (inner or {})
+    tied = config.get("tie_word_embeddings")  # what the whole model says comes first
+    config = config | (inner or {}) | ({} if tied is None else {"tie_word_embeddings": tied})
     return DEFAULTS.get(config.get("model_type"), {}) | config
 
 

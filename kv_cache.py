@@ -130,7 +130,8 @@ def text(config: dict) -> dict:
     seeing = f"{config.get('model_type')}_text" in FAMILIES  # as such families are named
     if not isinstance(inner, dict) and (inner is not None or seeing):
         raise ValueError(f"config: text_config is {inner!r}, not an object")
-    config = config | (inner or {})
+    tied = config.get("tie_word_embeddings")  # what the whole model says comes first
+    config = config | (inner or {}) | ({} if tied is None else {"tie_word_embeddings": tied})
     return DEFAULTS.get(config.get("model_type"), {}) | config
 
 

@@ -1000,6 +1000,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kv_cache.py",
+        ' | ({} if tied is None else {"tie_word_embeddings": tied})',
+        "",
+        "logits are tied as the text part of a model with vision says, not as the whole does",
+        "tests/test_model.py -k says_itself",
+    ),
+    (
+        "kv_cache.py",
         '    if family not in WINDOWED and not flag(config, "use_sliding_window"):',
         '    if not flag(config, "use_sliding_window", family in WINDOWED):',
         "Mistral's window is lifted by a field that its reference does not know",

@@ -1119,6 +1119,17 @@ def test_what_hybrid_configs_leave_out_is_as_the_reference_has_it():
     assert model.Config.from_hf(config) == golden("qwen3_next").config
 
 
+def test_a_model_that_sees_says_itself_whether_logits_use_the_embedding():
+    """As transformers reads it: its text part's word counts where the whole has none."""
+    config = config_of("qwen3_5")
+
+    def tied(whole, text):
+        config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = whole, text
+        return model.Config.from_hf(config).tied
+
+    assert tied(True, False) and not tied(False, True) and tied(None, True)
+
+
 def test_what_hybrid_models_read_a_token(tmp_path):
     """All but embedding rows, 4 of 6 experts in each of 4 layers, and what guesses further
     tokens; the shared expert is read by every row."""

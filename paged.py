@@ -460,6 +460,8 @@ class BlockManager:
           the request leaves what others have computed: the next of its kind begins there.
         """
         size, done = self.block_size, request.computed
+        stateful = any(pool.room.state for pool in self.pools)
+        assert not (stateful and request.draft), "what a draft did to a state stays in it"
         if self.states:
             progress = self._progress(request)
             end = min(done + n, progress.prompt - 1) // size * size  # as far as a match goes

@@ -449,7 +449,8 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             if pool.room.window:
                 table = request.tables[group] if request.tables else []
-                left = pool.blocks - sum(map(bool, table)) - (request.samples - 1)
+                held = len(table) - pool.first(request.computed)  # none are kept before it
+                left = pool.blocks - held - (request.samples - 1)
                 n = min(n, (len(table) + left) * size - request.computed)
         return max(n, 1)
 

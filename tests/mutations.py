@@ -2980,6 +2980,34 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "6: padded rows fade a state before the first",
         "tests/triton_cases.py -k test_a_step_of_padding_alone",
     ),
+    (
+        "paged.py",
+        "                held = len(table) - pool.first(request.computed)  # none are kept before it",
+        "                held = sum(map(bool, table))",
+        "a step of a window looks at the whole context's blocks",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
+    (
+        "paged.py",
+        "                held = len(table) - pool.first(request.computed)  # none are kept before it",
+        "                held = len(table)",
+        "a window's blocks that were given back count as held: chunks of one token",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
+    (
+        "paged.py",
+        "            for i in range(count, full if pool.caching else 0):",
+        "            for i in range(full if pool.caching else 0):",
+        "a step enters all of a context's blocks again",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
+    (
+        "kernels.py",
+        "        table = table[skipped : -(-length // block_size)]",
+        "        table = list(table)[skipped : -(-length // block_size)]",
+        "a step copies the table of a whole context",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
 ]
 
 

@@ -10,6 +10,7 @@
     python tests/bench.py serve --workload nano             nano-vllm's 256 requests, for a GPU
     python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
+    python tests/bench.py long          one request of 100,000 tokens: its cache, and a token's time
 
 What is compared runs in turns, so that whatever else the machine does hits both: each in a process
 of its own, with the same weights and as many threads. bench_vllm.py and bench_llama.py say how to
@@ -538,6 +539,119 @@ def chat(args):
     )
 
 
+# ---------------------------------------------------------------- a long context
+
+HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+COMMON = HEAD | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 131_072,
+}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
+WINDOW = 256  # tokens
+LONG = {  # what a model is made of -> its config.json
+    "6 sliding": {"model_type": "mistral", "num_hidden_layers": 6, "sliding_window": WINDOW},
+    "5 sliding, 1 full": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 64,
+    },
+    "3 linear, 1 full": LINEAR
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "2 full": {"model_type": "llama", "num_hidden_layers": 2},
+}
+DEPTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 131_000)  # tokens
+
+
+def long(args):
+    """What a long request holds and what a token takes, at several depths of its context."""
+    torch.set_num_threads(args.threads or 1)  # layers this small are not for more
+    depths = [depth for depth in DEPTHS if depth < args.tokens] + [args.tokens]
+    draw = random.Random(args.seed)
+    prompt = [draw.randrange(COMMON["vocab_size"]) for _ in range(args.tokens)]
+    found = {}
+    for name, config in LONG.items():
+        engine = Engine(
+            model.random(model.Config.from_hf(COMMON | config)), device=args.device,
+            dtype=args.dtype, threads=args.threads or 1, budget=args.budget or 512, max_running=1,
+            max_len=args.tokens + 64, kv_memory=2**29,
+        )  # fmt: skip
+        engine.generate([prompt[:600]], SamplingParams(max_tokens=8, ignore_eos=True))
+        found[name] = []
+        for depth in depths:
+            print(f"{name}: {depth:,} tokens", file=sys.stderr, flush=True)
+            found[name].append(at_depth(engine, prompt[:depth]))
+    print(
+        f"a request of {args.tokens:,} tokens in chunks of {args.budget or 512}, 64 decoded at each"
+        f" depth; windows of {WINDOW} tokens,\n1 head of 64 numbers, random weights,"
+        f" {args.dtype}, {torch.get_num_threads()} thread\n"
+    )
+    for line in curves(found, depths):
+        print(line)
+    print(json.dumps({"tokens": args.tokens, "depths": depths, "models": found}))
+
+
+def at_depth(engine: Engine, prompt: list[int]) -> dict[str, float]:
+    """The request goes on where the prefix cache ends, which is near the depth before this one.
+
+    held: bytes of all blocks in its tables, the most while it decodes. token, prompt: seconds of
+    a decoded token (median), and of one token in the chunks before it (the last four, median).
+    """
+    pools, specs = engine.cache.pools, engine.cache.specs
+    size = {spec: 0 for spec in engine.cache.groups}  # bytes of a block, over a group's layers
+    for spec, layer in zip(specs, pools):
+        size[spec] += sum(pool[0].numel() * pool.element_size() for pool in layer)
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    request = engine.add(prompt, params)
+    held, tokens, chunks = [], [], []
+    while engine.scheduler.busy:
+        before, started = request.computed or request.reused, time.perf_counter()
+        engine.step()
+        took = time.perf_counter() - started
+        if request.computed > len(prompt):
+            tokens.append(took)
+            blocks = [sum(map(bool, table)) for table in request.tables]
+            held.append(sum(n * each for n, each in zip(blocks, size.values())))
+        elif request.computed - before >= engine.scheduler.budget // 2:
+            chunks.append(took / (request.computed - before))
+    return {
+        "held": max(held),
+        "token": round(statistics.median(tokens), 6),
+        "prompt": round(statistics.median(chunks[-4:]), 7),
+    }
+
+
+def curves(found: dict[str, list[dict]], depths: list[int]) -> list[str]:
+    """A line a depth: what it holds, and what a token takes, as bars; last / first below."""
+    every = [row for rows in found.values() for row in rows]
+    top = {key: max(row[key] for row in every) for key in ("held", "token")}
+    lines = [
+        f"{'layers':<19}{'context':>8}  {'cache it holds':<37}{'a decoded token':<31}a prompt token"
+    ]
+    for name, rows in found.items():
+        for depth, row in zip(depths, rows):
+            held, token = ("#" * max(1, round(20 * row[key] / top[key])) for key in top)
+            lines.append(
+                f"{name:<19}{depth:>8,}{row['held'] / 1e6:>9.2f} MB {held:<21}"
+                f"{1e3 * row['token']:>8.2f} ms {token:<21}{1e6 * row['prompt']:>8.0f} us"
+            )
+        ratio = {key: rows[-1][key] / rows[0][key] for key in rows[0]}
+        lines.append(
+            f"{'':<11}last / first {ratio['held']:>9.2f}{'':<24}{ratio['token']:>8.2f}{'':<24}"
+            f"{ratio['prompt']:>8.2f}\n"
+        )
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
@@ -565,10 +679,14 @@ def main():
     add.add_argument("--rounds", type=int, default=5)
     add.add_argument("--words", type=int, default=480, help="of the first question")
     add.set_defaults(run=chat)
+    add = commands.add_parser("long", help="one request of many tokens: its cache, a token's time")
+    add.add_argument("--tokens", type=int, default=100_000, help="of context (default 100,000)")
+    add.add_argument("--seed", type=int, default=0)
+    add.set_defaults(run=long)
     for name, command in commands.choices.items():
         add = command.add_argument
         own = name in ("decode", "prefill", "worker")  # theirs depends on who is compared
-        add("--dtype", default=None if own else "bfloat16")
+        add("--dtype", default=None if own else "float32" if name == "long" else "bfloat16")
         add("--device")
         add("--threads", type=int, help="of each who is compared")
         add("--budget", type=int)
@@ -584,6 +702,8 @@ def main():
         parser.error("prompt and output are at most 2048 tokens")
     if args.run is chat and min(args.rounds, args.words) < 1:
         parser.error("--rounds and --words are at least 1")
+    if args.run is long and not 1_000 <= args.tokens <= DEPTHS[-1]:
+        parser.error(f"--tokens is from 1,000 to {DEPTHS[-1]:,}")
     if args.run is serve and (args.rounds < 1 or args.rate < 0 or args.requests < 2):
         parser.error("--rounds is at least 1, --rate at least 0, --requests at least 2")
     if args.threads:

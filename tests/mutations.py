@@ -3289,6 +3289,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "sizing: a draft layer keeps nothing",
         "tests/test_sizing.py -k test_a_draft_layer_has_a_cache_of_its_own",
     ),
+    (
+        "paged.py",
+        "            for i in range(count, full if pool.caching else 0):",
+        "            for i in range(full if pool.caching else 0):",
+        "a step enters all of a context's blocks again",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
+    (
+        "kernels.py",
+        "        table = table[skipped : -(-length // block_size)]",
+        "        table = list(table)[skipped : -(-length // block_size)]",
+        "a step copies the table of a whole context",
+        "tests/test_generate.py -k window_or_a_state_holds_and_costs_the_same",
+    ),
 ]
 
 

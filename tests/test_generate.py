@@ -858,6 +858,141 @@ def test_every_family_generates_the_references_tokens_in_every_way(family):
     every_way(family)
 
 
+LENGTHY = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8,
+           "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2,
+           "max_position_embeddings": 32_768}  # fmt: skip
+WINDOWED = LENGTHY | {"sliding_window": 44}
+LINEAR = LENGTHY | {"model_type": "qwen3_5_text", "linear_num_key_heads": 1,
+                    "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4,
+                    "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+SLIDING, STATE, FULL = "sliding_attention", "linear_attention", "full_attention"
+KEEP_LITTLE = {
+    "sliding": WINDOWED | {"model_type": "mistral"},
+    "linear": LINEAR | {"layer_types": [STATE, STATE]},
+}
+KEEP_ALL_TOO = {
+    "sliding and full": WINDOWED | {"model_type": "gemma3_text", "layer_types": [SLIDING, FULL]},
+    "linear and full": LINEAR | {"layer_types": [STATE, FULL]},
+}
+
+
+def lengthy(config, **settings) -> Engine:
+    """A model of 32,768 positions in blocks of 8 tokens, and room for one request."""
+    checkpoint = models.random(models.Config.from_hf(config))
+    given = {"max_running": 1, "budget": 512, "kv_memory": 2**23, "block_size": 8} | settings
+    engine = Engine(checkpoint, device="cpu", dtype="float32", **given)
+    tiny.poisoned(engine.cache)
+    return engine
+
+
+class Touched(list):
+    """A list that counts its entries that are read."""
+
+    entries = 0
+
+    def __getitem__(self, at):
+        self.entries += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+        return super().__getitem__(at)
+
+    def __iter__(self):
+        self.entries += len(self)
+        return super().__iter__()
+
+    def __eq__(self, other):
+        self.entries += len(self)
+        return super().__eq__(other)
+
+
+def lines_of(run) -> int:
+    """How many lines of Python `run()` executes: the passes through every loop are in it."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # the finalisers of others would count
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+def at_length(engine: Engine, prompt: list[int]) -> dict:
+    """Of groups that do not grow, in decode steps: how many blocks a request holds, how many
+    tokens a row sees, and the entries of tables and tokens that 16 steps read, which fill two
+    blocks; and the lines of Python that these execute."""
+    few = [group for group, spec in enumerate(engine.cache.groups) if not spec.grows]
+    request, prepare = engine.add(prompt, greedy(40)), engine.cache.prepare
+    steps = []  # of each group in each step: rows, blocks, what PyTorch reads
+
+    def watched(plan):
+        step, ((_, n),) = prepare(plan), plan
+        for group in few:
+            blocks = sum(map(bool, request.tables[group]))
+            steps.append((group, n, blocks, step.views[group].parts[0]))
+        return step
+
+    engine.cache.prepare = watched
+    while len(request.output) < 17:
+        engine.step()
+        assert request.finish_reason is None and len(steps) < 100, "chunks are short"
+    held, seen = set(), set()
+    for group, n, blocks, part in steps:
+        window = engine.cache.groups[group].window
+        assert blocks <= (-(-window // 8) + 1 + -(-n // 8) if window else 2)
+        if n == 1:
+            held.add((group, blocks))
+            places = part.places if window else part.read
+            seen.add(places.stop - places.start if isinstance(places, slice) else len(places))
+    engine.cache.prepare = prepare
+    request.tokens = Touched(request.tokens)
+    request.tables = [Touched(table) for table in request.tables]
+    lines = lines_of(lambda: [engine.step() for _ in range(16)])
+    touched = [x.entries for x in (request.tokens, *(request.tables[group] for group in few))]
+    run(engine)
+    return {"held": held, "seen": seen, "touched": touched, "lines": lines}
+
+
+def the_same_at_any_length(config, more: int = 0):
+    """more: lines, for other ways that a step may take."""
+    engine = lengthy(config)
+    prompt = [i * i % 89 for i in range(20_000)]
+    short, long = at_length(engine, prompt[:2_000]), at_length(engine, prompt)
+    assert 0 <= long.pop("lines") - short.pop("lines") <= more
+    assert all(short["touched"]) and short["held"] and short == long, (short, long)
+
+
+@pytest.mark.parametrize("kind", KEEP_LITTLE)
+def test_a_window_or_a_state_holds_and_costs_the_same_at_2_000_tokens_and_at_20_000(kind):
+    the_same_at_any_length(KEEP_LITTLE[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KEEP_ALL_TOO)
+def test_beside_layers_that_keep_all_it_costs_the_same_too(kind):
+    the_same_at_any_length(KEEP_ALL_TOO[kind], more=100)
+
+
+@pytest.mark.parametrize("kind", KEEP_LITTLE | KEEP_ALL_TOO)
+def test_an_answer_after_3_000_tokens_is_that_of_a_contiguous_cache(kind):
+    config = (KEEP_LITTLE | KEEP_ALL_TOO)[kind]
+    engine = lengthy(config, budget=300)
+    other = contiguous(lengthy(config, budget=300, max_len=3_200))
+    turn = [i * i % 89 for i in range(3_000)]
+    for found in (0, 3_056):  # of 3,060 tokens
+        request, plain = (one.add(turn, greedy(60)) for one in (engine, other))
+        run(engine)
+        run(other)
+        assert request.output == plain.output and request.reused == found
+        turn = request.tokens + turn[:30]
+
+
 # ---------------------------------------------------------------- many requests
 
 SHARED = "Octavo reads a prompt in "  # three blocks of 8 and one token

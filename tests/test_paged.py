@@ -550,6 +550,13 @@ def test_a_window_is_found_again_if_all_of_the_last_one_is_there():
     assert found(manager, ids(0, 48)) == 0
 
 
+def test_a_window_is_found_again_only_without_a_hole():
+    """A row at 24 sees 9.., so blocks 2 and 3 are needed: the first two are no help."""
+    pool = paged.Windowed(Room(9, 2 * S), S, True)
+    assert list(pool.cuts([1, 2, 0, 3])) == [1, 2]
+    assert list(pool.cuts([0, 2, 3, 0])) == [3]
+
+
 def test_the_longest_prefix_that_every_group_can_go_on_from_is_taken():
     manager = BlockManager([8, Room(8, 10), Room(4, state=True)], S)
     _, sizes, request = chunks(manager, ids(0, 40), budget=24)

@@ -190,8 +190,9 @@ def _listed(config: dict, count: int) -> list[str]:
     if family in HYBRID:
         every = positive(config, "full_attention_interval", 4)
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
-    every = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
-    every = every or WINDOWED.get(family, (0, 0))[1]
+    named = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
+    every = WINDOWED.get(family, (0, 0))[1]
+    every = every and (named or every)  # a family without a pattern has none, whatever is named
     first = _whole({"max_window_layers": 28} | config, "max_window_layers")
     first = 0 if family in WINDOWED else first
     slides = [x > first and (not every or x % every) for x in all_of_them]

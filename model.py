@@ -348,7 +348,7 @@ def _ropes(config: dict, specs: tuple) -> tuple[tuple[dict, ...], tuple[int | No
     sliding = dict(by_kind.get("sliding_attention") or {})
     full.setdefault("rope_theta", config.get("rope_theta", 1e6))
     sliding.setdefault("rope_theta", config.get("rope_local_base_freq", 1e4))
-    plain = {**config, "rope_scaling": None}
+    plain = {**config, "rope_scaling": None, "original_max_position_embeddings": None}
     ropes = [_rope({**plain, "rope_parameters": rope}) for rope in (full, sliding)]
     return tuple(ropes), tuple(int(spec.kind == "sliding") for spec in specs)
 
@@ -399,14 +399,9 @@ def _rope(config: dict) -> dict:
         if name != "factors":
             number(scaling, name)
     theta = number(config if scaling.get("rope_theta") is None else scaling, "rope_theta", default)
-    original = scaling.get("original_max_position_embeddings")
-    original = original or positive(config, "max_position_embeddings")
-    return {
-        **scaling,
-        "rope_type": kind,
-        "rope_theta": theta,
-        "original_max_position_embeddings": original,
-    }
+    name = "original_max_position_embeddings"  # beside the rope's fields it comes first
+    original = config.get(name) or scaling.get(name) or positive(config, "max_position_embeddings")
+    return {**scaling, "rope_type": kind, "rope_theta": theta, name: original}
 
 
 def _rotary(config: dict, rope: dict, specs: tuple[LayerSpec, ...]) -> int:

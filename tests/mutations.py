@@ -1006,6 +1006,27 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "tests/test_model.py -k says_itself",
     ),
     (
+        "model.py",
+        "    original = config.get(name) or scaling.get(name)",
+        "    original = scaling.get(name)",
+        "the original length beside a rope's fields is passed over",
+        "tests/test_model.py -k original_length",
+    ),
+    (
+        "model.py",
+        '"rope_scaling": None, "original_max_position_embeddings": None}',
+        '"rope_scaling": None}',
+        "Gemma's ropes take an original length that its reference does not know",
+        "tests/test_model.py -k original_length",
+    ),
+    (
+        "kv_cache.py",
+        "    every = every and (named or every)",
+        "    every = named or every",
+        "Mistral's layers slide by a pattern that its reference does not know",
+        "tests/test_kv_cache.py -k windows",
+    ),
+    (
         "kv_cache.py",
         '    if family not in WINDOWED and not flag(config, "use_sliding_window"):',
         '    if not flag(config, "use_sliding_window", family in WINDOWED):',

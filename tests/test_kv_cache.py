@@ -113,7 +113,8 @@ def test_sliding_windows_are_read_in_the_three_ways_configs_say_them():
     assert windows(model_type="mistral", sliding_window=64) == [64] * 4
     assert windows(model_type="mistral", sliding_window=None) == [0] * 4
     assert windows(model_type="mistral") == [4096] * 4  # as transformers
-    for unknown in ({"use_sliding_window": False}, {"use_sliding_window": True}):  # in Mistral
+    for use in (False, True):  # fields that Mistral does not know
+        unknown = {"use_sliding_window": use, "sliding_window_pattern": 2}
         assert windows(model_type="mistral", sliding_window=64, **unknown) == [64] * 4
     qwen = {"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 3}
     assert windows(**qwen, use_sliding_window=True) == [0, 0, 0, 64]

@@ -450,6 +450,15 @@ def test_inverse_frequencies_by_hand(name):
     assert attention_factor == pytest.approx(factor, rel=1e-5)
 
 
+def test_the_original_length_beside_the_rope_s_fields_comes_first():
+    """As transformers reads it, but not where each kind of layer has a rope of its own."""
+    config, original = config_of("llama3"), "original_max_position_embeddings"
+    assert model.Config.from_hf(config).ropes[0][original] == 32
+    assert model.Config.from_hf({**config, original: 16}).ropes[0][original] == 16
+    config = {**config_of("gemma3_old"), original: 16, "rope_scaling": yarn(64)}
+    assert model.Config.from_hf(config).ropes[0][original] == 64
+
+
 BYTES_PER_TOKEN = {
     # model_type, layers, hidden, query heads, key/value heads, head_dim -> bytes in bfloat16
     "SmolLM2-135M": ("llama", 30, 576, 9, 3, 64, 23040),

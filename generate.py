@@ -1003,27 +1003,35 @@ def profile(engine: Engine, request: Request, path: str) -> str:
     of it that the budget allows), and the step after its first token, measured operation by
     operation. Both run again, in blocks of their own; `path` gets their Chrome trace."""
     tokens, prompt = request.tokens, request.prompt_tokens
-    own = Request(-1, tokens[:prompt], request.params, request.seed)
-    size, recorded = engine.scheduler.budget, engine.forward.recorded
+    manager, recorded = engine.manager, engine.forward.recorded
+    chunk = min(engine.scheduler.budget, prompt)
+    first, last = (
+        Request(-1, tokens[:prompt], request.params, request.seed, salt=request.salt)
+        for _ in range(2)
+    )
 
     @torch.inference_mode()
-    def run(start: int, n: int):
-        own.tokens, own.computed = tokens[: max(prompt, start + n)], start
+    def run(own: Request, n: int):
+        if not manager.grow(own, n):
+            raise ValueError(f"no room in the cache for {prompt + 1:,} tokens to profile")
         engine._compute([(own, n)])
 
-    def step(start: int, n: int):
-        return start, n, partial(run, start, n)
+    def step(own: Request, n: int):
+        return own.computed, n, partial(run, own, n)
 
     with engine.step_lock, engine.on_device:
         try:
             engine.forward.recorded = {}  # operations, not their replay
-            if not engine.manager.grow(own, prompt + 1):
-                raise ValueError(f"no room in the cache for {prompt + 1:,} tokens to profile")
-            for start in range(0, prompt, size):
-                run(start, min(size, prompt - start))
-            run(prompt, 1)  # all has run once before it is measured
+            while last.missing:
+                n = manager.limit(last, min(last.missing, chunk))
+                run(last, n)
+                last.computed += n
+                manager.commit(last)
+            last.tokens = tokens[: prompt + 1]
+            run(first, chunk)
+            run(last, 1)  # all has run once before it is measured
             text = models.profile(
-                engine.model, step(0, min(size, prompt)), step(prompt, 1),
+                engine.model, step(first, chunk), step(last, 1),
                 [("sampling", sys.modules[__name__], "sample"),
                  ("prepare", type(engine.cache), "prepare")],
                 path, read_bandwidth(engine.device),
@@ -1031,7 +1039,8 @@ def profile(engine: Engine, request: Request, path: str) -> str:
             )  # fmt: skip
         finally:
             engine.forward.recorded = recorded
-            engine.manager.release(own)
+            manager.release(first)
+            manager.release(last)
     size = os.path.getsize(path) / 1e6
     return f"{text}\n\ntrace    {path} ({size:.1f} MB): both steps; ui.perfetto.dev opens it"
 

@@ -1693,17 +1693,24 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "            engine.manager.release(own)\n",
-        "            pass\n",
+        "            manager.release(last)\n",
+        "",
         "a profile keeps its blocks",
         "tests/test_generate.py -k a_profile_",
     ),
     (
         "generate.py",
-        "            for start in range(0, prompt, size):\n                run(start, min(size, prompt - start))\n",
-        "",
+        "                run(last, n)\n",
+        "                manager.grow(last, n)\n",
         "a profile of a long prompt attends to what was never written",
         "tests/test_generate.py -k a_profiles_steps_are",
+    ),
+    (
+        "generate.py",
+        "                manager.commit(last)\n",
+        "",
+        "a profile keeps the blocks that left its window, and reads the state before its prompt",
+        "tests/test_generate.py -k profile_over_windows",
     ),
     (
         "generate.py",

@@ -2260,6 +2260,30 @@ def test_a_profiles_steps_are_those_of_the_answer(budget, measured, tmp_path, mo
     assert {(start, n) for start, n, _ in drawn if start == 0} == {(0, min(budget, 15))}
 
 
+@pytest.mark.parametrize("family", ["mistral_sliding", "gemma3_old", "qwen3_5"])
+def test_a_profile_over_windows_and_states_is_of_the_answer(
+    family, measured, tmp_path, monkeypatch
+):
+    """A prompt longer than the window's blocks was refused; a decode read the state before the
+    first token."""
+    prompt, answer = golden(family)
+    engine = of_golden(family, 24, max_running=1)
+    request = engine.add(prompt, greedy(3))
+    run(engine)
+    compute, drawn = engine._compute, []
+
+    def kept(plan):
+        result = compute(plan)
+        drawn.append((plan[0][0].computed, result[1]))
+        return result
+
+    monkeypatch.setattr(engine, "_compute", kept)
+    generate.profile(engine, request, str(tmp_path / "p.json"))
+    decodes = [ids for start, ids in drawn if start == len(prompt)]
+    assert len(decodes) >= 3 and all(ids == answer[1:2] for ids in decodes)
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("where", ["profile", "read_bandwidth"])
 def test_a_profile_that_is_interrupted_gives_its_blocks_back(
     where, measured, monkeypatch, tmp_path

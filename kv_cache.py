@@ -923,6 +923,11 @@ def _capacity(config: dict, specs: list[LayerSpec], total, context: int, number:
         raise ValueError(f"--pp {stages} is more than {len(specs)} layers")
     if a.tp % ranks:
         raise ValueError(f"--dcp {ranks} does not divide --tp {a.tp}")
+    heads = max((s.heads for s in layers(config) if s.grows), default=1)
+    if ranks > 1 and a.tp // heads < ranks:  # vLLM divides the tokens among copies of a head
+        raise ValueError(
+            f"--dcp {ranks}: {a.tp} GPUs hold less than {ranks} copies of {heads} heads"
+        )
     lines, memory, batched = _memory(config, a, version)
     drafts, length = a.num_spec or 0, a.max_model_len or context
     drafters = draft_layers(config) if drafts else 0
@@ -1220,7 +1225,7 @@ def gpu_size(text: str) -> tuple[str, int]:
     except argparse.ArgumentTypeError:
         names = ", ".join(GPUS)
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a size such as 24GiB nor one of {names}"
+            f"{text[:20]!r} is neither a size such as 24GiB nor one of\n{names}"
         )
 
 
@@ -1359,7 +1364,8 @@ def _main(argv: list[str] | None = None):
     if {"gpu", "kv_memory"} <= given:
         parser.error("--kv-memory takes the place of --gpu's budget: give one of them")
     if (args.kv_dtype or "auto") not in FORMATS:
-        parser.error(f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}")
+        message = f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}"
+        parser.error(textwrap.fill(message, 78))
     beside = {
         "compare": {"model", "context", "kv_dtype", "state_dtype", "tp", "json"},
         "example": set(),

@@ -3165,7 +3165,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         '                part = ... if spec.kind == "linear" else slice(length)',
         "                part = slice(length)",
         "1: a fork has only the first heads of a state",
-        "tests/test_kv_cache.py tests/test_generate.py tests/test_paged.py -k fork",
+        "tests/test_kv_cache.py -k test_a_fork_copies_a_state_whole_however_short_the_request",
     ),
     (
         "kv_cache.py",

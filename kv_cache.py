@@ -41,6 +41,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -101,15 +102,19 @@ class LayerSpec:
 
 STATES = ("linear", "kda", "mamba2")
 PLAIN = {"llama", "llama4_text", "smollm3", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe"}
-PLAIN |= {"granite", "minimax_m2", "olmo2"}
+PLAIN |= {"granite", "minimax_m2", "olmo2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"}
 WINDOWED = {  # model_type -> its window, and every how many layers one is full, by default
     "mistral": (4096, 0), "ministral3": (None, 0), "mixtral": (None, 0), "phi3": (None, 0),
     "gpt_oss": (128, 2), "gemma2": (4096, 2), "gemma3_text": (4096, 6), "gemma4_text": (512, 6),
-    "exaone4": (4096, 4), "cohere2": (4096, 4), "olmo3": (4096, 4),
+    "exaone4": (4096, 4), "cohere": (None, 0), "cohere2": (4096, 4), "olmo3": (4096, 4),
 }  # fmt: skip
 HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemotron_h"}
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear"}
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 FAMILIES = PLAIN | set(WINDOWED) | HYBRID | LATENT
+# field that changes what layers keep -> the model_types where a formula here knows it
+ONLY = {"kv_lora_rank": LATENT, "index_topk": INDEXED, "num_kv_shared_layers": ("gemma4_text",)}
+ONLY |= dict.fromkeys(("cross_attention_layers", "sparse_attention_config", "compress_ratios"), ())
 UNSIZED = {  # model_type -> why no formula here covers it
     "deepseek_v4": "not sized: windows and compressed tokens share a pool no formula here covers",
     "minimax_m3": "not sized: what its block-sparse layers keep of their index is not published",
@@ -118,7 +123,7 @@ DEFAULTS = {  # fields that configs leave out, as transformers' classes have the
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
                     "vocab_size": 262_208, "max_position_embeddings": 131_072},
     "nemotron_h": {"head_dim": 128, "mamba_ssm_cache_dtype": "float32"},
-    **dict.fromkeys(("qwen3", "minimax_m2", "glm4", "llama4_text"), {"head_dim": 128}),
+    **dict.fromkeys("qwen3 minimax_m2 glm4 llama4_text qwen3_vl_text".split(), {"head_dim": 128}),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 256}),
     "gemma2": {"head_dim": 256}, "gemma4_text": {"head_dim": 256}, "gpt_oss": {"head_dim": 64},
 }  # fmt: skip
@@ -127,7 +132,8 @@ DEFAULTS = {  # fields that configs leave out, as transformers' classes have the
 def text(config: dict) -> dict:
     """A config with the defaults of its model_type; of a model that also sees, its text part."""
     inner = config.get("text_config")
-    seeing = f"{config.get('model_type')}_text" in FAMILIES  # as such families are named
+    # such families are named so; Qwen2.5-VL's files have its text's fields beside the others
+    seeing = f"{config.get('model_type')}_text" in FAMILIES - {"qwen2_5_vl_text"}
     if not isinstance(inner, dict) and (inner is not None or seeing):
         raise ValueError(f"config: text_config is {inner!r}, not an object")
     tied = config.get("tie_word_embeddings")  # what the whole model says comes first
@@ -149,6 +155,8 @@ def layers(config: dict) -> list[LayerSpec]:
     if family not in FAMILIES:
         reason = UNSIZED.get(family, f"not one of {', '.join(sorted(FAMILIES))}")
         raise ValueError(f"model_type {family!r} is {reason}")
+    if foreign := [name for name in ONLY if config.get(name) and family not in ONLY[name]]:
+        raise ValueError(f"{foreign[0]} is not known in {family}: its layers keep something else")
     types = _types(config, positive(config, "num_hidden_layers"))
     specs = [_spec(config, kind, layer) for layer, kind in enumerate(types)]
     first = len(specs) - _whole(config, "num_kv_shared_layers")
@@ -160,7 +168,8 @@ def layers(config: dict) -> list[LayerSpec]:
 def _types(config: dict, count: int) -> list[str]:
     """Each layer's kind, by the names of `layer_types`, from the ways in which configs say it."""
     family = config["model_type"]
-    others = ["chunked_attention"] if family == "llama4_text" else ["sliding_attention"]
+    others = ["sliding_attention"] * (family in WINDOWED or "use_sliding_window" in config)
+    others = ["chunked_attention"] if family == "llama4_text" else others
     if family in HYBRID | LATENT:
         others = ["linear_attention", "mlp", "moe"] if family in HYBRID else ["indexed_attention"]
     listed = config.get("layer_types") or _listed(config, count)
@@ -190,9 +199,9 @@ def _listed(config: dict, count: int) -> list[str]:
     if family in HYBRID:
         every = positive(config, "full_attention_interval", 4)
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
-    named = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
+    stated = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
     every = WINDOWED.get(family, (0, 0))[1]
-    every = every and (named or every)  # a family without a pattern has none, whatever is named
+    every = every and (stated or every)  # a family without a pattern has none, whatever is stated
     first = _whole({"max_window_layers": 28} | config, "max_window_layers")
     first = 0 if family in WINDOWED else first
     slides = [x > first and (not every or x % every) for x in all_of_them]
@@ -245,7 +254,7 @@ def _attention(config: dict, kind: str, window: int) -> LayerSpec:
 def _latent(config: dict, layer: int) -> LayerSpec:
     rank = positive(config, "kv_lora_rank")
     dim = rank + positive(config, "qk_rope_head_dim")
-    if config["model_type"] not in ("deepseek_v32", "glm_moe_dsa"):
+    if config["model_type"] not in INDEXED:
         return LayerSpec("latent", 1, dim, values=rank)
     index, top = positive(config, "index_head_dim"), positive(config, "index_topk")
     owner = (config.get("indexer_types") or ["full"] * (layer + 1))[layer]
@@ -265,7 +274,7 @@ def _linear(config: dict) -> LayerSpec:
 
 
 def _kda(config: dict) -> LayerSpec:
-    named = config["linear_attn_config"]
+    named = config.get("linear_attn_config") or {}
     heads, dim = positive(named, "num_heads"), positive(named, "head_dim")
     conv = (positive(named, "short_conv_kernel_size") - 1, 3 * heads * dim)
     return LayerSpec("kda", heads, dim, values=dim, conv=conv, groups=heads)
@@ -397,9 +406,8 @@ class Step:
             values = keys[..., : spec.values] if v is None else held[1]
             if index is not None:
                 chosen = kernels.choose(index[0][rows], held[-1], index[2][rows], spec.top)
-            outputs.append(
-                kernels.attend(q[rows], keys, values, causal, spec.window, scale, chosen)
-            )
+            out = kernels.attend(q[rows], keys, values, causal, spec.window, scale, chosen)
+            outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -437,13 +445,11 @@ class ContiguousCache:
     def __init__(self, specs, slots: int, max_len: int, device="cpu", dtype=torch.float32):
         self.specs, self.max_len, self.slots = list(specs), max_len, slots
         self.device = torch.device(device)
-        self.buffers = [
-            [
-                torch.empty(slots, *shape, dtype=kind or dtype, device=device)
-                for shape, kind in shapes(spec, max_len)
-            ]
-            for spec in specs
-        ]
+
+        def room(shape, kind):
+            return torch.empty(slots, *shape, dtype=kind or dtype, device=device)
+
+        self.buffers = [[room(*part) for part in shapes(spec, max_len)] for spec in specs]
         self.nbytes = sum(b.numel() * b.element_size() for layer in self.buffers for b in layer)
 
     def prepare(self, plan) -> Step:
@@ -462,10 +468,8 @@ class ContiguousCache:
         self.commit(self.step, None)  # a fork comes in the middle of a step
         for spec, buffers in zip(self.specs, self.buffers):
             for buffer in buffers:
-                if spec.kind == "linear":
-                    buffer[child.slot] = buffer[parent.slot]
-                else:
-                    buffer[child.slot, :length] = buffer[parent.slot, :length]
+                part = ... if spec.kind == "linear" else slice(length)
+                buffer[child.slot][part] = buffer[parent.slot][part]
 
     def commit(self, step: Step, kept):
         """Put the new states in the place of the old ones. Rejected keys lie beyond `computed`,
@@ -823,7 +827,8 @@ def keeps(spec: LayerSpec) -> str:
     if spec.kind == "none" or spec.kind == "shared":
         return "nothing" if spec.kind == "none" else "nothing, reads what an earlier layer keeps"
     if spec.kind in STATES:
-        return f"{heads}{spec.dim} x {spec.values}, and {spec.conv[0]} x {spec.conv[1]:,} before it"
+        inputs = f"{spec.conv[0]} inputs of {spec.conv[1]:,}"
+        return f"{spec.heads} states of {spec.dim} x {spec.values}, and {inputs}"
     if spec.kind == "latent":
         return f"{spec.dim} of every token"
     if spec.kind == "sparse":
@@ -918,6 +923,13 @@ def _capacity(config: dict, specs: list[LayerSpec], total, context: int, number:
     version, stages, ranks = a.vllm_version or (0, 28), a.pp or 1, a.dcp or 1
     if stages > len(specs):
         raise ValueError(f"--pp {stages} is more than {len(specs)} layers")
+    if a.tp % ranks:
+        raise ValueError(f"--dcp {ranks} does not divide --tp {a.tp}")
+    heads = max((s.heads for s in layers(config) if s.grows), default=1)
+    if ranks > 1 and a.tp // heads < ranks:  # vLLM divides the tokens among copies of a head
+        raise ValueError(
+            f"--dcp {ranks}: {a.tp} GPUs hold less than {ranks} copies of {heads} heads"
+        )
     lines, memory, batched = _memory(config, a, version)
     drafts, length = a.num_spec or 0, a.max_model_len or context
     drafters = draft_layers(config) if drafts else 0
@@ -960,20 +972,24 @@ def draft_layer(specs: list[LayerSpec]) -> LayerSpec:
 
 def human(count: float) -> str:
     """Bytes for people."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(count) >= unit:
-            return f"{count / unit:,.{2 if unit == 2**30 else 1}f} {name}"
+            return f"{count / unit:,.{2 if unit >= 2**30 else 1}f} {name}"
     return f"{count:,.0f} B"
+
+
+def on(r: dict) -> str:
+    """Where a cache lies, and in what format."""
+    gpus = "one GPU" if r["tp"] == 1 else f"each of {r['tp']} GPUs"
+    return f"{gpus}, cache in {'bfloat16 (auto)' if r['kv_dtype'] == 'auto' else r['kv_dtype']}"
 
 
 def report(r: dict) -> str:
     """A model's sizes: what its layers keep, what that makes of a length, what a GPU holds."""
-    gpus = "one GPU" if r["tp"] == 1 else f"each of {r['tp']} GPUs"
     at = f"at {r['context']:,} tokens"
     count = sum(row["layers"] for row in r["kinds"])
-    dtype = "bfloat16 (auto)" if r["kv_dtype"] == "auto" else r["kv_dtype"]
     lines = [
-        f"{r['model']}: what {count} layers keep of a request on {gpus}, cache in {dtype}",
+        f"{r['model'][:40]}: what {count} layers keep of a request on {on(r)}",
         "",
         f"{'kind':<8} {'layers':>6}  {'each keeps':<46} {'B/token':>8} {'stored':>11}"
         f" {'read/token':>11}",
@@ -985,20 +1001,22 @@ def report(r: dict) -> str:
             f" {human(row['stored_bytes']):>11} {human(row['read_bytes_per_token']):>11}"
         )
     if r["engine_bytes"] not in (None, r["stored_bytes"]):
-        note = "this engine, whose states are float32 and index keys 16 bits"
-        lines.append(f"{note:<71} {human(r['engine_bytes']):>11}")
+        note = "as this engine keeps it: states in float32, index keys in 16 bits"
+        lines.append(f"{note:<72} {human(r['engine_bytes']):>11}")
+    if r["state_bytes"]:
+        lines.append("read/token: a state is read and written, so it counts twice")
     for length in sorted({r["context"], r["max_model_len"] or 0}):
         if 0 < r["positions"] < length:
             lines.append(
                 f"note: {length:,} tokens are more than the model's {r['positions']:,} positions"
             )
-    lines += ["", f"{'tokens':>11}  {'stored':>11}{'':<26}{'read to decode one token':>34}"]
+    lines += ["", f"{'tokens':>13}  {'stored':>11} {'':<24} {'read to decode one token'}"]
     most = max(x["stored_bytes"] for x in r["by_context"])
     most = max(most, *(x["read_bytes_per_token"] for x in r["by_context"])) or 1
     for x in r["by_context"]:
         stored, read = x["stored_bytes"], x["read_bytes_per_token"]
         bars = ["#" * round(24 * n / most) for n in (stored, read)]
-        line = f"{x['tokens']:>11,}  {human(stored):>11} {bars[0]:<24}"
+        line = f"{x['tokens']:>13,}  {human(stored):>11} {bars[0]:<24}"
         lines.append(f"{line} {human(read):>11} {bars[1]}".rstrip())
     if r["kv_memory_bytes"] is not None:
         lines += ["", *_capacity_lines(r)]
@@ -1012,14 +1030,14 @@ def _capacity_lines(r: dict) -> list[str]:
     lines.append(f"{'= cache':<14}{human(memory):>12}  on {'the' if r['tp'] == 1 else 'each'} GPU")
     if memory <= 0:
         return [*lines, "Nothing is left for a cache: fewer bits a weight, or more GPUs."]
-    one = "of any length" if most == 2**40 else f"of {most:,} tokens"
+    one = {0: "of no length", 2**40: "of any length"}.get(most, f"of {most:,} tokens")
     lines.append(
-        f"{'by bytes alone':<14}{r['requests_at_context']:>11,.2f}x  requests of"
+        f"{'by bytes alone':<14}{r['requests_at_context']:>12,.2f}  requests of"
         f" {r['context']:,} tokens, or one {one}"
     )
     if r["block_size"] is None:
         return lines
-    drafts = f", {r['num_spec']} drafts" if r["num_spec"] else ""
+    drafts = f", {r['num_spec']:,} drafts" if r["num_spec"] else ""
     caching = "on" if r["prefix_cache"] else "off"
     lines += [
         "",
@@ -1050,9 +1068,10 @@ def _capacity_lines(r: dict) -> list[str]:
     )
     if r["max_concurrency"] < 1:
         needed = r["blocks_per_request"] * r["block_bytes"]
+        fits = r["longest_max_model_len"]
+        fits = f"--max-model-len {fits} fits" if fits else "no length fits"
         lines.append(
-            f"  and refuses to start: {human(needed)} needed, {human(memory)} there;"
-            f" --max-model-len {r['longest_max_model_len']:,} fits"
+            f"  and refuses to start: {human(needed)} needed, {human(memory)} there; {fits}"
         )
     return lines
 
@@ -1061,25 +1080,30 @@ def comparison(results: list[dict]) -> str:
     """Models side by side."""
     context, most = results[0]["context"], max(r["stored_bytes"] for r in results)
     lines = [
-        f"{'at ' + format(context, ',') + ' tokens':<24} {'layers that cache':<26} {'B/token':>8}"
-        f" {'fixed':>10} {'stored':>11} {'read/token':>11}"
+        f"A request of {context:,} tokens on {on(results[0])}",
+        "",
+        f"{'':<24} {'layers that cache':<26} {'B/token':>8} {'the rest':>10} {'stored':>11}"
+        f" {'read/token':>11}",
     ]
     for r in results:
         kinds = ", ".join(f"{x['layers']} {x['kind']}" for x in r["kinds"] if x["kind"] != "none")
-        fixed = r["stored_bytes"] - context * r["bytes_per_token"]
+        rest = r["stored_bytes"] - context * r["bytes_per_token"]
         lines.append(
-            f"{r['model'][:24]:<24} {kinds:<26} {r['bytes_per_token']:>8,} {human(fixed):>10}"
+            f"{r['model'][:24]:<24} {kinds:<26} {r['bytes_per_token']:>8,} {human(rest):>10}"
             f" {human(r['stored_bytes']):>11} {human(r['read_bytes_per_token']):>11}"
         )
+    lines.append("stored = tokens x B/token + the rest: windows and states, which stop growing")
     lengths = [x["tokens"] for x in results[0]["by_context"]][::2]
     lines += ["", f"{'stored, by tokens':<24} " + "".join(f"{n:>12,}" for n in lengths)]
     for r in results:
         cells = "".join(f"{human(x['stored_bytes']):>12}" for x in r["by_context"][::2])
         lines.append(f"{r['model'][:24]:<24} {cells}")
-    lines.append("")
+    lines += ["", f"stored at {context:,} tokens"]
     for r in results:
         lines.append(f"{r['model'][:24]:<24} {'#' * max(1, round(60 * r['stored_bytes'] / most))}")
-    lines += ["fixed: windows and states, whatever the length"]
+    for r in results:
+        if 0 < r["positions"] < context:
+            lines.append(f"note: {r['model'][:60]} has {r['positions']:,} positions only")
     return "\n".join(lines)
 
 
@@ -1092,14 +1116,14 @@ def example(models: dict) -> str:
     lines = [
         f"Qwen3.6-27B, {length:,} tokens, an RTX 3090: {GPUS['rtx3090']} GiB are visible",
         "",
-        f"if all {len(specs)} layers kept tokens, in bfloat16: 64 x 2 x 4 heads x 256 x 2 bytes"
-        f" {human(len(specs) * stored_bytes(full, length)):>15}",
-        f"16 of them do, 48 keep a state instead: 16 x 4,096 bytes a token + {human(states)}"
-        f" {human(sum(stored_bytes(s, length) for s in specs)):>15}",
+        f"{'if all 64 layers kept tokens: 64 x (2 x 4 heads x 256 x 2 bytes) a token':<82}"
+        f"{human(len(specs) * stored_bytes(full, length)):>13}",
+        f"{f'16 of them do, and 48 keep a state: 16 x 4,096 bytes a token + {human(states)}':<82}"
+        f"{human(sum(stored_bytes(s, length) for s in specs)):>13}",
         "",
-        f"{'':<22} {'':>8} {'+ the':>10}{'tokens':>10}   {'blocks of one request':<21}"
+        f"{'':<22} {'':>8} {'stored,':>10}{'tokens':>10}   {'blocks of one request':<21}"
         f" {'with prefix caching':>19}",
-        f"{'cache format':<22} {'B/token':>8} {'states':>10}{'a block':>10}",
+        f"{'cache format':<22} {'B/token':>8} {'in all':>10}{'a block':>10}",
     ]
     formats = {"bf16": "bf16", "fp8": "fp8", "q8_0": "q8_0", "q4_0": "q4_0"}
     formats["int4_per_token_head"] = "int4"
@@ -1120,7 +1144,8 @@ def example(models: dict) -> str:
         f"leaves {human(room)} for {count / 1e9:.1f} billion weights and the cache; thousands of"
         " tokens that fit:",
         "",
-        f"{'weights':<15} {'':>10} {'left':>11}" + "".join(f"{x:>10}" for x in formats.values()),
+        f"{'weights':<15} {'size':>10} {'left':>11}"
+        + "".join(f"{x:>10}" for x in formats.values()),
     ]
     for name, bits in (("bf16", 16), ("fp8", 8), ("int4, 4.5 bits", 4.5), ("3.5 bits", 3.5)):
         left, answers = room - count * bits / 8, ""
@@ -1179,34 +1204,35 @@ def picture(name: str, config: dict) -> str:
 def whole(text: str) -> int:
     """A flag's whole number above 0, `262,144` and `262_144` too."""
     digits = text.replace(",", "").replace("_", "")
-    if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:20]) <= 10**12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^12")
+    if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:20]) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^9")
     return int(digits)
 
 
 def memory_size(text: str) -> int:
-    """Bytes of `24GiB`, `24GB`, `512MiB` or `1000000000`."""
+    """Bytes of `24GiB`, `24GB`, `512MiB` or `1000000000`; less than 1 MiB lacks its unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b?)", text.strip().lower())
-    if not match or match[2] not in BYTES or not 0 < float(match[1]) * BYTES[match[2]] < 2**60:
+    if not match or match[2] not in BYTES or not 2**20 <= float(match[1]) * BYTES[match[2]] < 2**60:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 24GiB, 24GB or 512MiB")
     return int(float(match[1]) * BYTES[match[2]])
 
 
 def gpu_size(text: str) -> tuple[str, int]:
-    name = re.sub(r"[ _]", "", text.lower())
-    if name in GPUS:
-        return name, int(GPUS[name] * 2**30)
+    asked = re.sub(r"[ _-]", "", text.lower()).removesuffix("80gb")
+    for name, gib in GPUS.items():
+        if name.replace("-", "") in (asked, f"rtx{asked}"):
+            return name, int(gib * 2**30)
     try:
         return "", memory_size(text)
     except argparse.ArgumentTypeError:
         names = ", ".join(GPUS)
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a size such as 24GiB nor one of {names}"
+            f"{text[:20]!r} is neither a size such as 24GiB nor one of\n{names}"
         )
 
 
 def weight_size(text: str) -> str | int:
-    return text if text in BITS else memory_size(text)
+    return text.lower() if text.lower() in BITS else memory_size(text)
 
 
 def share(text: str) -> float:
@@ -1239,7 +1265,8 @@ def _find(name: str, models: dict, parser: argparse.ArgumentParser) -> tuple[str
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix != ".json":
         names = ", ".join(sorted(known for known, _ in models.values()))
-        parser.error(f"--model {name} is no config.json, and not one of: {names}")
+        message = f"--model {name} is no config.json, and not one of: {names}"
+        parser.error(textwrap.fill(message, 78, break_on_hyphens=False, break_long_words=False))
     try:
         config = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
@@ -1272,32 +1299,55 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What a token costs in memory, and in reading.")
     add = parser.add_argument
     add("--model", help="name in models.json, config.json, or a folder with one")
-    add("--compare", nargs="+", metavar="MODEL", help="models beside --model")
-    add("--example", choices=["27b"], help="262,144 tokens of a 27B hybrid on 24 GB: why, and when")
-    add("--context", type=whole, help="tokens of a request (default: the model's positions)")
-    add("--kv-dtype", help=f"cache format: {', '.join(FORMATS)}")
+    add(
+        "--compare", nargs="+", metavar="MODEL", help="side by side, at 131,072 tokens or --context"
+    )
+    add(
+        "--example", type=str.lower, choices=["27b"],
+        help="262,144 tokens of a 27B hybrid on 24 GB: why, and when",
+    )  # fmt: skip
+    tokens = {"type": whole, "metavar": "TOKENS"}
+    add("--context", **tokens, help="of a request (default: the model's positions)")
+    add("--kv-dtype", type=str.lower, metavar="FORMAT", help=f"of the cache: {', '.join(FORMATS)}")
     add("--state-dtype", choices=["float32", "bfloat16", "float16"], help="default: the config's")
-    add("--tp", type=whole, help="GPUs that share each layer (tensor parallel)")
+    add("--tp", type=whole, metavar="N", help="GPUs that share each layer (tensor parallel)")
     add("--gpu", type=gpu_size, metavar="SIZE|NAME", help=f"24GiB, or {', '.join(GPUS)}")
     add(
-        "--util", type=share, help="share of the GPU a server may take (0.92; 0.9 before vLLM 0.20)"
+        "--util",
+        type=share,
+        metavar="SHARE",
+        help="share of the GPU a server may take (0.92; 0.9 before vLLM 0.20)",
     )
-    add("--weights", type=weight_size, help="bf16 (default), fp8, int4, or a size of all of them")
-    add("--max-num-seqs", type=whole, help="requests at once (1,024 from 70 GiB on, else 256)")
-    add("--kv-memory", type=memory_size, help="bytes of cache a GPU, instead of --gpu's budget")
-    add("--vllm-version", type=vllm_version, help="whose rules (default 0.28)")
-    add("--max-model-len", type=whole, help="longest request (default: --context)")
+    add("--weights", type=weight_size, metavar="FORMAT|SIZE",
+        help="bf16 (default), fp8, int4, or a size of all of them such as 15GiB")  # fmt: skip
+    add(
+        "--max-num-seqs",
+        type=whole,
+        metavar="N",
+        help="requests at once (1,024 from 70 GiB on, else 256)",
+    )
+    add("--kv-memory", type=memory_size, metavar="SIZE",
+        help="of the cache on each GPU, such as 5GiB, instead of --gpu's budget")  # fmt: skip
+    add("--vllm-version", type=vllm_version, metavar="0.N", help="whose rules (default 0.28)")
+    add("--max-model-len", **tokens, help="longest request (default: --context)")
     add(
         "--max-num-batched-tokens",
-        type=whole,
-        help="tokens a step (8,192 from 70 GiB on, else 2,048)",
+        **tokens,
+        help="a step (8,192 from 70 GiB on, else 2,048)",
     )
-    add("--block-size", type=whole, help="tokens a block (16, latents 64)")
-    add("--num-spec", type=whole, help="draft tokens a step, by a draft layer with its own cache")
+    add("--block-size", **tokens, help="a block (16, latents 64)")
+    add(
+        "--num-spec",
+        type=whole,
+        metavar="N",
+        help="draft tokens a step, by a draft layer with its own cache",
+    )
     add("--no-prefix-cache", action="store_true", help="prefix caching off")
     add("--no-hybrid-manager", action="store_true", help="windows are kept whole")
-    add("--pp", type=whole, help="pipeline stages")
-    add("--dcp", type=whole, help="GPUs that share a request's tokens")
+    add("--pp", type=whole, metavar="N", help="pipeline stages")
+    add(
+        "--dcp", type=whole, metavar="N", help="of --tp's GPUs, those that share a request's tokens"
+    )
     add("--json", action="store_true", help="one JSON object")
     return parser
 
@@ -1316,7 +1366,8 @@ def _main(argv: list[str] | None = None):
     if {"gpu", "kv_memory"} <= given:
         parser.error("--kv-memory takes the place of --gpu's budget: give one of them")
     if (args.kv_dtype or "auto") not in FORMATS:
-        parser.error(f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}")
+        message = f"--kv-dtype {args.kv_dtype} is not one of {', '.join(FORMATS)}"
+        parser.error(textwrap.fill(message, 78))
     beside = {
         "compare": {"model", "context", "kv_dtype", "state_dtype", "tp", "json"},
         "example": set(),
@@ -1326,10 +1377,10 @@ def _main(argv: list[str] | None = None):
             parser.error(f"{flag_of[name]} does not go with {flag_of[min(other)]}")
     models, default = _models(), "SmolLM2-135M-Instruct"
     args.kv_dtype, args.tp = args.kv_dtype or "auto", args.tp or 1
-    names = [args.model or default]
+    names = [default if args.model is None else args.model]
     if args.compare:
         args.context = args.context or 131_072
-        names = ([args.model] if args.model else []) + args.compare
+        names = (names if args.model is not None else []) + args.compare
     try:
         if args.example:
             return print(example(models))

@@ -243,6 +243,17 @@ def test_a_fork_copies_the_first_positions_of_every_layer_and_no_more():
         assert buffer[2, 4:].isnan().all() and buffer[1].isnan().all()
 
 
+def test_a_fork_copies_a_state_whole_however_short_the_request():
+    spec = LayerSpec("linear", 8, 4, values=4, conv=(3, 6))
+    cache = tiny.garbage(ContiguousCache([spec], 3, 12))
+    cache.prepare([])
+    for buffer in cache.buffers[0]:
+        buffer[0] = torch.randn(buffer[0].shape)
+    cache.copy(tiny.request([], 0), tiny.request([], 2), 2)
+    for buffer in cache.buffers[0]:
+        assert torch.equal(buffer[2], buffer[0]) and buffer[1].isnan().all()
+
+
 def test_a_forked_slot_goes_on_as_the_original_would_have():
     data, cache = Sequences(2, 8, 4, 2), cache_of()
     data.k[1, :5], data.v[1, :5] = data.k[0, :5], data.v[0, :5]

@@ -538,7 +538,17 @@ def test_kinds_are_read_in_all_the_ways_configs_say_them():
     ({"layer_types": ["full_attention"]}, "layer_types of 64 layers: 1"),
     ({"mamba_ssm_dtype": "float64"}, "state dtype 'float64'"),
     ({"linear_num_key_heads": 5}, "48 value heads cannot share 5 key heads"),
-    ({"num_kv_shared_layers": 64}, "leaves none of 64 layers"),
+    ({"model_type": "gemma4_text", "num_kv_shared_layers": 64}, "leaves none of 64 layers"),
+    ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is not known in qwen3_5_text"),
+    ({"model_type": "llama", "kv_lora_rank": 512}, "kv_lora_rank is not known in llama"),
+    ({"model_type": "llama", "cross_attention_layers": [3]}, "cross_attention_layers is not known"),
+    ({"model_type": "deepseek_v3", "index_topk": 2048}, "index_topk is not known in deepseek_v3"),
+    ({"model_type": "minimax_m2", "sparse_attention_config": {"sparse_topk_blocks": 16}},
+     "sparse_attention_config is not known in minimax_m2: its layers keep something else"),
+    ({"model_type": "qwen3", "compress_ratios": [4] * 64}, "compress_ratios is not known in qwen3"),
+    ({"model_type": "llama", "layer_types": ["sliding_attention"] * 64, "sliding_window": 128},
+     "layer_types of 64 layers: {'sliding_attention'}"),
+    ({"model_type": "kimi_linear", "layer_types": ["linear_attention"] * 64}, "num_heads is None"),
     ({"model_type": "kimi_linear"}, "linear_attn_config does not name each of 64 layers"),
     ({"model_type": "nemotron_h"}, "layer_types of 64 layers: 0"),
     ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"}, "{'X'}"),
@@ -548,6 +558,26 @@ def test_kinds_are_read_in_all_the_ways_configs_say_them():
 def test_what_no_formula_covers_is_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         layers({**NEXT, **fields})
+
+
+def test_a_family_without_a_pattern_slides_in_all_layers_whatever_a_pattern_says():
+    """And files that name sliding layers and switch them off are full, as their classes have it."""
+    mistral = {**MODELS["Mistral-7B-v0.1"], "sliding_window_pattern": 2}
+    assert {(s.kind, s.window) for s in layers(mistral)} == {("sliding", 4096)}
+    off = {**MODELS["Qwen3-8B"], "layer_types": ["sliding_attention"] * 36}
+    assert layers(off) == layers(MODELS["Qwen3-8B"])
+
+
+def test_a_model_that_sees_has_its_text_s_fields_inside_or_beside_the_others():
+    text = {**MODELS["Qwen2.5-7B"], "model_type": "qwen2_5_vl_text"}
+    nested = {"model_type": "qwen2_5_vl", "vision_config": {}, "text_config": text}
+    beside = {**text, "model_type": "qwen2_5_vl", "vision_config": {}}
+    assert layers(nested) == layers(beside) == layers(MODELS["Qwen2.5-7B"])
+    bare = {"num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32}
+    qwen3 = layers(
+        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text", **bare}}
+    )
+    assert set(qwen3) == {LayerSpec("full", 32, 128)}  # not 2560 / 32
 
 
 def test_a_multimodal_config_is_sized_by_its_text():
@@ -632,8 +662,7 @@ def test_what_is_left_becomes_tokens_requests_and_a_longest_one(capsys):
         assert (plan(specs, found["kv_memory_bytes"], length, "fp8").concurrency >= 1) == fits
     _, text, _ = run(capsys, *flags, "--max-model-len", "204800")
     assert (
-        "and refuses to start: 6.56 GiB needed, 5.42 GiB there; --max-model-len 167,776 fits"
-        in text
+        "and refuses to start: 6.56 GiB needed, 5.42 GiB there; --max-model-len 167776 fits" in text
     )
     assert "note:" not in text
     _, text, _ = run(capsys, *flags, "--max-model-len", "300000")
@@ -650,11 +679,13 @@ def test_every_flag_changes_the_answer(capsys):
         ("--util", "0.5"), ("--weights", "int4"), ("--max-num-seqs", "8"), ("--pp", "2"),
         ("--vllm-version", "0.13"), ("--max-model-len", "5000"), ("--num-spec", "2"),
         ("--max-num-batched-tokens", "64"), ("--block-size", "2048"), ("--no-prefix-cache",),
-        ("--dcp", "2"), ("--gpu", "a100"),
+        ("--gpu", "a100"),
     ]  # fmt: skip
     for change in changes:
         code, out, _ = run(capsys, *flags, *change, "--json")
         assert code == 0 and out != plain, change
+    latent = ["--model", "Kimi-K2", "--kv-memory", "9GiB", "--tp", "8", "--json"]
+    assert run(capsys, *latent)[1] != run(capsys, *latent, "--dcp", "2")[1]
     window = ["--model", "Gemma-3-27b", "--kv-memory", "9GiB", "--json"]
     assert run(capsys, *window)[1] != run(capsys, *window, "--no-hybrid-manager")[1]
 
@@ -679,6 +710,32 @@ def test_a_format_of_llama_cpp_gets_bytes_and_no_blocks(capsys):
     assert f"or one of {found['longest_context']:,} tokens" in text and "vLLM" not in text
 
 
+def test_a_gpu_is_known_by_the_names_people_call_it(capsys):
+    flags = ["--model", "Qwen3-0.6B", "--json", "--gpu"]
+    for names in (("rtx3090", "3090", "RTX 3090", "rtx-3090"), ("h100", "H100-80GB"),
+                  ("a100-40gb", "A100 40GB"), ("a100", "a100-80gb")):  # fmt: skip
+        found = {run(capsys, *flags, name) for name in names}
+        assert len(found) == 1 and found.pop()[0] == 0
+    assert run(capsys, *flags, "A100")[1] != run(capsys, *flags, "A100-40GB")[1]
+    lower = run(capsys, *flags, "l4", "--weights", "int4", "--kv-dtype", "fp8")
+    assert lower[0] == 0 and lower == run(
+        capsys, *flags, "l4", "--weights", "INT4", "--kv-dtype", "FP8"
+    )
+
+
+def test_a_length_that_does_not_fit_at_all_is_said_to(capsys):
+    _, out, _ = run(capsys, "--model", "Qwen3-8B", "--kv-memory", "1MiB")
+    assert "requests of 40,960 tokens, or one of 7 tokens" in out
+    assert "and refuses to start: 5.62 GiB needed, 1.0 MiB there; no length fits" in out
+
+
+def test_models_side_by_side_say_where_and_beyond_what(capsys):
+    flags = ["--compare", "Qwen3-8B", "Gemma-3-27b", "--tp", "2", "--kv-dtype", "fp8"]
+    _, out, _ = run(capsys, *flags)
+    assert out.startswith("A request of 131,072 tokens on each of 2 GPUs, cache in fp8\n")
+    assert out.endswith("\nnote: Qwen3-8B has 40,960 positions only\n")
+
+
 def test_models_side_by_side(capsys):
     code, out, _ = run(
         capsys, "--compare", "Qwen3-32B", "Llama-4-Scout-17B-16E", "--context", "4096"
@@ -697,6 +754,8 @@ def test_no_line_is_wider_than_100(capsys, name):
         "b200",
         "--weights",
         "100GiB",
+        "--context",
+        "1000000000",
         "--num-spec",
         "3",
         "--no-prefix-cache",
@@ -730,8 +789,13 @@ REFUSED = {  # command line -> exit code and words of the refusal
     "--vllm-version 0.28": (2, "--vllm-version needs --gpu or --kv-memory"),
     "--num-spec 2": (2, "--num-spec needs --gpu or --kv-memory"),
     "--gpu 24GiB --kv-memory 3GiB": (2, "give one of them"),
-    "--gpu h1000": (2, "'h1000' is neither a size such as 24GiB nor one of t4"),
+    "--gpu h1000": (2, "'h1000' is neither a size such as 24GiB nor one of\nt4"),
     "--gpu nan": (2, "'nan'"),
+    "--gpu 24": (2, "'24' is neither a size such as 24GiB"),
+    "--kv-memory 5": (2, "'5' is no size such as 24GiB"),
+    "--model=": (1, "No such file"),
+    "--model Kimi-K2 --kv-memory 5GiB --tp 8 --dcp 3": (1, "--dcp 3 does not divide --tp 8"),
+    "--model Qwen3-8B --kv-memory 5GiB --tp 8 --dcp 2": (1, "less than 2 copies of 8 heads"),
     "--gpu -1GiB": (2, "--gpu: expected one argument"),
     "--gpu=-1GiB": (2, "'-1GiB' is neither a size"),
     "--kv-memory 0GiB": (2, "'0GiB'"),
@@ -741,7 +805,7 @@ REFUSED = {  # command line -> exit code and words of the refusal
     "--gpu 24GiB --weights 5bit": (2, "'5bit' is no size"),
     "--context 0": (2, "'0' is not a whole number"),
     "--context 1e9": (2, "'1e9' is not a whole number"),
-    "--context 99999999999999999999999999": (2, "is not a whole number from 1 to 10^12"),
+    "--context 99999999999999999999999999": (2, "is not a whole number from 1 to 10^9"),
     "--kv-memory 1GiB --vllm-version 0.5": (2, "'0.5' is no version from 0.6 on"),
     "--kv-memory 1GiB --pp 31": (1, "--pp 31 is more than 30 layers"),
     "--kv-dtype int8": (2, "--kv-dtype int8 is not one of auto, bf16"),

@@ -567,7 +567,7 @@ LONG = {  # what a model is made of -> its config.json
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
     },
-    "2 full": {"model_type": "llama", "num_hidden_layers": 2},
+    "1 full": {"model_type": "llama", "num_hidden_layers": 1},
 }
 DEPTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 131_000)  # tokens
 
@@ -585,7 +585,7 @@ def long(args):
             dtype=args.dtype, threads=args.threads or 1, budget=args.budget or 512, max_running=1,
             max_len=args.tokens + 64, kv_memory=2**29,
         )  # fmt: skip
-        engine.generate([prompt[:600]], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.generate([prompt[:600][::-1]], SamplingParams(max_tokens=8, ignore_eos=True))
         found[name] = []
         for depth in depths:
             print(f"{name}: {depth:,} tokens", file=sys.stderr, flush=True)
@@ -593,36 +593,44 @@ def long(args):
     print(
         f"a request of {args.tokens:,} tokens in chunks of {args.budget or 512}, 64 decoded at each"
         f" depth; windows of {WINDOW} tokens,\n1 head of 64 numbers, random weights,"
-        f" {args.dtype}, {torch.get_num_threads()} thread\n"
+        f" {args.dtype}, {torch.get_num_threads()} thread(s)\n"
     )
     for line in curves(found, depths):
         print(line)
-    print(json.dumps({"tokens": args.tokens, "depths": depths, "models": found}))
+    print(json.dumps({"tokens": args.tokens, "seed": args.seed, "models": found}))
 
 
 def at_depth(engine: Engine, prompt: list[int]) -> dict[str, float]:
     """The request goes on where the prefix cache ends, which is near the depth before this one.
 
     held: bytes of all blocks in its tables, the most while it decodes. token, prompt: seconds of
-    a decoded token (median), and of one token in the chunks before it (the last four, median).
+    a decoded token (median), and of one token in the chunks before it (the last four, median);
+    on a CPU those of the processor, which others on the machine disturb less.
     """
+    clock = time.process_time if engine.device.type == "cpu" else time.perf_counter
     pools, specs = engine.cache.pools, engine.cache.specs
     size = {spec: 0 for spec in engine.cache.groups}  # bytes of a block, over a group's layers
     for spec, layer in zip(specs, pools):
         size[spec] += sum(pool[0].numel() * pool.element_size() for pool in layer)
     params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
     request = engine.add(prompt, params)
-    held, tokens, chunks = [], [], []
+    rows, held, tokens, chunks = 0, [], [], []
+
+    def watch(record):
+        nonlocal rows
+        ((_, _, rows),) = record.parts
+
+    engine.watch = watch
     while engine.scheduler.busy:
-        before, started = request.computed or request.reused, time.perf_counter()
+        started = clock()
         engine.step()
-        took = time.perf_counter() - started
+        took = clock() - started
         if request.computed > len(prompt):
             tokens.append(took)
             blocks = [sum(map(bool, table)) for table in request.tables]
             held.append(sum(n * each for n, each in zip(blocks, size.values())))
-        elif request.computed - before >= engine.scheduler.budget // 2:
-            chunks.append(took / (request.computed - before))
+        elif rows >= engine.scheduler.budget // 2:
+            chunks.append(took / rows)
     return {
         "held": max(held),
         "token": round(statistics.median(tokens), 6),

@@ -23,6 +23,8 @@ Invariants    1. free + held + cached == blocks; no block is in two of them
               5. a block that several tables hold is never written: a match ends before the
                  last token, and the one block that is not full is copied at a fork
               6. a match is by ids: two prefixes with the same hash are a miss
+              7. of a window a table holds the blocks that a later row sees; 0 stands for others
+              8. of states a request holds two: a step never writes the one that it reads
 
 Units         blocks; S tokens a block; lengths and positions in tokens.
 Articles      "Paged Attention: Virtual Memory for the KV Cache" and

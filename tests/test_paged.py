@@ -548,6 +548,10 @@ def test_a_window_is_found_again_if_all_of_the_last_one_is_there():
     assert found(manager, [7, *ids(1, 47)]) == 0, "the same blocks behind another beginning"
     index.forget(4)
     assert found(manager, ids(0, 48)) == 0
+    manager = BlockManager([Room(9, 10)], S)
+    chunks(manager, ids(0, 40))
+    manager.pools[0].index.forget(4)
+    assert found(manager, ids(0, 48)) == 24, "four blocks are known, and the window's two are not"
 
 
 def test_the_longest_prefix_that_every_group_can_go_on_from_is_taken():

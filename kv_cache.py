@@ -153,7 +153,7 @@ def layers(config: dict) -> list[LayerSpec]:
     config = text(config)
     family = config.get("model_type")
     if family not in FAMILIES:
-        reason = UNSIZED.get(family, f"not one of {', '.join(sorted(FAMILIES))}")
+        reason = UNSIZED.get(family, f"not one of {' '.join(sorted(FAMILIES))}")
         raise ValueError(f"model_type {family!r} is {reason}")
     if foreign := [name for name in ONLY if config.get(name) and family not in ONLY[name]]:
         raise ValueError(f"{foreign[0]} is not known in {family}: its layers keep something else")
@@ -200,8 +200,8 @@ def _listed(config: dict, count: int) -> list[str]:
         every = positive(config, "full_attention_interval", 4)
         return ["linear_attention" if x % every else "full_attention" for x in all_of_them]
     stated = _whole(config, "sliding_window_pattern") or _whole(config, "_sliding_window_pattern")
-    every = WINDOWED.get(family, (0, 0))[1]
-    every = every and (stated or every)  # a family without a pattern has none, whatever is stated
+    # a family without a pattern has none, whatever is stated
+    every = WINDOWED.get(family, (0, 0))[1] and (stated or WINDOWED[family][1])
     first = _whole({"max_window_layers": 28} | config, "max_window_layers")
     first = 0 if family in WINDOWED else first
     slides = [x > first and (not every or x % every) for x in all_of_them]
@@ -425,10 +425,9 @@ class Step:
         """A linear layer's gated delta rule over its state, see `kernels.delta_rule`."""
         outputs = []
         for s in self.segments:
-            rows = slice(s.row, s.row + s.n)
             state = self.cache.buffers[layer][1][s.slot]
             state = state if s.start else torch.zeros_like(state)
-            given = (x[rows] for x in (q, k, v, g, beta))
+            given = (x[s.row : s.row + s.n] for x in (q, k, v, g, beta))
             out, state = kernels.delta_rule(*given, state)
             outputs.append(out)
             self.after.append((self.cache.buffers[layer][1], s.slot, state))

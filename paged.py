@@ -841,6 +841,7 @@ class Holder:
     computed: int = 0
     most: int = 0
     salt: str | None = None
+    draft: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
 
 

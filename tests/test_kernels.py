@@ -724,29 +724,37 @@ def test_the_rate_of_products_is_that_of_a_product():
     assert rate > 2 * 512**3 / max(seconds) / 20
 
 
-def in_the_interpreter(*options: str) -> str:
-    """Run triton_cases.py: the end of what pytest says."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    result = subprocess.run(
-        [*command, "tests/triton_cases.py"], cwd=Path(__file__).parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    return result.stdout[-200:]
+INTERPRETED = {  # test -> which of triton_cases.py it runs
+    "test_every_kernel_in_tritons_interpreter_equals_its_pytorch_body": (),
+    "test_every_kernel_in_more_shapes": ("-m", "slow"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter(request):
+    """Runs of triton_cases.py, begun with the first test of this file: they have another core."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    chosen = {item.name for item in request.session.items if item.path == request.path}
+    runs = {
+        name: subprocess.Popen(
+            [*command, *options, "tests/triton_cases.py"], cwd=Path(__file__).parent.parent,
+            env=os.environ | {"TRITON_INTERPRET": "1"}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for name, options in INTERPRETED.items()
+        if name in chosen
+    }  # fmt: skip
+    yield runs
+    for run in runs.values():
+        run.kill()
+
+
+def passes(run: subprocess.Popen):
+    said, _ = run.communicate()
+    assert run.returncode == 0 and " passed" in said, said[-5000:]
 
 
 TRITON = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux")
-
-
-@TRITON
-def test_every_kernel_in_tritons_interpreter_equals_its_pytorch_body():
-    assert " passed" in in_the_interpreter()
-
-
-@TRITON
-@pytest.mark.slow
-def test_every_kernel_in_more_shapes():
-    assert " passed" in in_the_interpreter("-m", "slow")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -1965,3 +1973,17 @@ def test_compiling_is_refused_in_the_interpreter_and_without_triton():
     assert refusal("-c", hidden.format("'--compile'")) == (
         "--compile needs Triton, which is not installed here\n"
     )
+
+
+# ---------------------------------------------------------------- in Triton's interpreter, by now
+
+
+@TRITON
+def test_every_kernel_in_tritons_interpreter_equals_its_pytorch_body(interpreter, request):
+    passes(interpreter[request.node.name])
+
+
+@TRITON
+@pytest.mark.slow
+def test_every_kernel_in_more_shapes(interpreter, request):
+    passes(interpreter[request.node.name])

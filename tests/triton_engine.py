@@ -83,8 +83,8 @@ def tokens(family: str, graphs: bool) -> dict:
     shared = [7 * i % 90 for i in range(8)]
     filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
     found = serve(engine, [
-        (shared + [3, 1, 4], params(max_tokens=14)),
-        ([5], params(max_tokens=20, temperature=1, seed=1, **filters)),
+        (shared + [3, 1, 4], params(max_tokens=8)),
+        ([5], params(max_tokens=10, temperature=1, seed=1, **filters)),
         (shared + [2, 7], params(temperature=1.5, seed=2, n=2)),
         ([11 * i % 90 for i in range(15)], params(temperature=0.7, seed=3, top_k=5)),
     ])  # fmt: skip

@@ -1609,8 +1609,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "    stored = sum(start + n for start, n in spans)",
-        "    stored = sum(start + n for start, n in spans) * len(q)",
+        "    stored = sum(start + n - first_seen(start, window) for start, n in spans)",
+        "    stored = sum(start + n - first_seen(start, window) for start, n in spans) * len(q)",
         "costs: every row reads its keys anew",
         "tests/test_kernels.py -k attention_reads_what_is_stored_once",
     ),
@@ -3408,7 +3408,7 @@ def run_tests(folder: Path, test: str, log: Path):
         "PYTHONDONTWRITEBYTECODE": "1",  # else what was compiled a moment ago would run
     }
     sys.dont_write_bytecode = True
-    sys.path = [p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)]
+    sys.path = [p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "tests")]
     import pytest
 
     names = test.split(" -k ")

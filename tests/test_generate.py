@@ -711,16 +711,21 @@ def test_several_threads_share_an_engine():
     check_idle(engine)
 
 
-def in_tritons_interpreter(*families: str):
-    """tests/triton_engine.py, with PyTorch alone and in the interpreter: the same lines."""
-    command, found = [sys.executable, "tests/triton_engine.py", *families], []
-    both = [
+def begun(*families: str) -> list[subprocess.Popen]:
+    """tests/triton_engine.py, with PyTorch alone and in the interpreter."""
+    command = [sys.executable, "tests/triton_engine.py", *families]
+    return [
         subprocess.Popen(
             command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": interpreted}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for interpreted in "01"
     ]  # fmt: skip
+
+
+def agree(both: list[subprocess.Popen], *families: str):
+    """Both give the same lines."""
+    found = []
     for process in both:
         lines, errors = process.communicate()
         assert process.returncode == 0, errors
@@ -731,19 +736,29 @@ def in_tritons_interpreter(*families: str):
 
 GOLDEN = sorted(path.parent.name for path in (ROOT / "tests/golden").glob("*/config.json"))
 QUICK = ["qwen3_moe"]
+ALIKE = [  # what they launch is what others do: other angles, names or lists of layers
+    "llama3", "llama_linear", "llama_yarn", "mistral", "qwen2_yarn", "qwen3", "smollm3_listed",
+    "deepseek_v3_yarn", "qwen3_5",
+]  # fmt: skip
 TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 
 
-@TRITON
-def test_in_tritons_interpreter_the_engine_generates_the_same():
-    in_tritons_interpreter(*QUICK)
+@pytest.fixture(scope="module", autouse=True)
+def quick(request):
+    """Begun with the first test of this file, if the last one is chosen: it has another core."""
+    last = "test_in_tritons_interpreter_the_engine_generates_the_same"
+    chosen = any(item.name == last for item in request.session.items)
+    both = begun(*QUICK) if chosen else []
+    yield both
+    for process in both:
+        process.kill()
 
 
 @TRITON
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in GOLDEN if name not in QUICK])
-def test_in_tritons_interpreter_every_family_generates_the_same(family):
-    in_tritons_interpreter(family)
+@pytest.mark.parametrize("family", [name for name in GOLDEN if name not in QUICK + ALIKE])
+def test_in_tritons_interpreter_every_kind_of_family_generates_the_same(family):
+    agree(begun(family), family)
 
 
 @TRITON
@@ -3168,3 +3183,11 @@ def test_an_abort_while_a_stream_is_closed_is_not_left_over():
     stream.close()
     assert other.finish_reason == "abort"
     check_idle(engine)
+
+
+# ---------------------------------------------------------------- in Triton's interpreter, by now
+
+
+@TRITON
+def test_in_tritons_interpreter_the_engine_generates_the_same(quick):
+    agree(quick, *QUICK)

@@ -663,7 +663,9 @@ class Engine:
         weights = cuda.memory_allocated(device)
         count = -(-budget // block_size) + running
         rooms = [
-            paged.Room(count, spec.window, spec.kind == "linear")
+            paged.Room(running, state=True)
+            if spec.kind == "linear"
+            else paged.Room(count, spec.window)
             for spec in dict.fromkeys(self.config.specs)
         ]
         scratch = self._cache(rooms, block_size, budget, running)
@@ -1065,7 +1067,7 @@ def summary(engine: Engine, output: Output) -> str:
     specs, size = engine.config.specs, engine.manager.block_size
     grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
     held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
-    what = "for any number of tokens"
+    what = "of windows and states"
     for pool in engine.manager.growing[:1]:
         what = f"({grows:,} bytes a token)"
         what += f" in {-(-held // size):,} of {pool.blocks:,} blocks of {size} tokens"

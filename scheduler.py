@@ -99,9 +99,10 @@ class Scheduler:
     """Plans steps over a manager of cache room.
 
     The manager (slots of a contiguous cache, or blocks) answers `door(request)` (ValueError if
-    it can never run), `match(tokens, salt) -> (tables, computed)`, `grow(request, n, ahead) -> bool`,
-    `limit(request, n) -> n`, `fork(parent, child)`, `commit(request)`, `forget(request)`,
-    `release(request)`, `repair(running)`.
+    it can never run), `match(tokens, salt) -> (tables, computed)`, `limit(request, n) -> n`,
+    `grow(request, n, ahead) -> bool` (room for the n tokens of a step, and, if the request begins,
+    for what it needs of all the `ahead` ones that it has to compute), `fork(parent, child)`,
+    `commit(request)`, `forget(request)`, `release(request)`, `repair(running)`.
 
     policy  "fcfs": in order of arrival; "priority": the smaller `Request.priority` first
     static  admit nobody before the whole batch has ended, as servers did before Orca (Yu 2022)

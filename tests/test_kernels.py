@@ -1701,9 +1701,8 @@ def test_what_a_step_launches_is_what_is_compiled(name, rows, monkeypatch):
             ), f"{recorder.kernel} is launched with {constants} and {types}, and never compiled so"
 
 
-@pytest.mark.parametrize("most", [1, 5, 40])
-def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
-    """Invariant 5: what was recorded with short contexts is replayed with long ones."""
+def noted(monkeypatch, *names: str) -> list[list]:
+    """Launches of these kernels, instead of launching: they are added to the last list."""
     monkeypatch.setattr(kernels, "on_triton", lambda x: True)
     found = []
 
@@ -1714,8 +1713,15 @@ def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
     def kinds(given):
         return [x.shape if isinstance(x, torch.Tensor) else x for x in given]
 
-    for name in ("attention_kernel", "combine_kernel", "store_kernel", "index_kernel"):
+    for name in names:
         monkeypatch.setattr(kernels, name, Noted())
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 5, 40])
+def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
+    """Invariant 5: what was recorded with short contexts is replayed with long ones."""
+    found = noted(monkeypatch, "attention_kernel", "combine_kernel", "store_kernel", "index_kernel")
     pool = torch.zeros(500, 8, 2, 16)
     for lengths in ((most, most), (most + 3, most + 200), (most + 900, most)):
         layout = Layout(2 * most, 2, 200, 8, torch.device("cpu"), torch.float32)
@@ -1737,18 +1743,7 @@ def test_what_a_step_launches_does_not_depend_on_lengths(most, monkeypatch):
 @pytest.mark.parametrize("most", [1, 5, 40])
 def test_what_a_linear_layer_launches_does_not_depend_on_states_or_lengths(most, monkeypatch):
     """Invariant 5, of padded steps as well."""
-    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
-    found = []
-
-    class Noted:
-        def __getitem__(self, grid):
-            return lambda *given, **constants: found[-1].append((grid, constants, kinds(given)))
-
-    def kinds(given):
-        return [x.shape if isinstance(x, torch.Tensor) else x for x in given]
-
-    for name in ("conv_kernel", "recur_kernel"):
-        monkeypatch.setattr(kernels, name, Noted())
+    found = noted(monkeypatch, "conv_kernel", "recur_kernel")
     k, g, x = torch.zeros(3 * most, 1, 8), torch.zeros(3 * most, 1), torch.zeros(3 * most, 8)
     steps = [([[0, 1]], most, 0), ([[0, 1], [5, 4], [3, 2]], most, 0), ([[7, 8]], most, 9000)]
     for tables, n, position in steps:

@@ -2276,7 +2276,8 @@ ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type 
     "x_stride": "i32", "gate_stride": "i32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32",
     "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
     "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
-    "g": "*fp32", "beta": "*fp32", "lines": "*i32", "lengths": "*i32", "index_weights": "*fp32", "scores": "*fp32",
+    "g": "*fp32", "beta": "*fp32", "lines": "*i32", "lengths": "*i32",
+    "index_weights": "*fp32", "scores": "*fp32",
     "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
 }  # fmt: skip
 

@@ -11,15 +11,19 @@ The idea      Attention at position t needs the keys and values of positions 0..
               keeps and reads follows from the config alone, and so does what a server prints
               about it at its start (below, under "sizing").
 
-The data      a layer's buffer (2, slots, max_len, G, D): keys, values
+The data      a layer's buffers (slots, max_len, G, D), one of keys and one of values
                 slot 0   | a b c d e . . . . . . . |   length 5 = what its request has computed
                 slot 1   | k l . . . . . . . . . . |   . is garbage: length decides, not content
               a step       tokens     e' l' m'        rows of all its requests, one below another
                            positions  5  2  3
                            segments   slot 0: rows 0..1 at 5;  slot 1: rows 1..3 at 2
+              other kinds  one buffer of latents; a buffer more of index keys; of states and of
+                           a convolution's last inputs one a slot, whatever the length
 
-Invariants    1. row of position p attends to positions 0..p of its own slot and nothing else
-              2. a layer writes a step's keys and values before it reads them
+Invariants    1. row of position p attends to positions 0..p of its own slot, or the last window
+                 of them, and nothing else
+              2. a layer writes a step's keys and values before it reads them; a new state takes
+                 the old one's place at commit
               3. a slot belongs to at most one request; free slots + held slots == slots
               4. only requests whose last known token is in the step have rows to sample from
               5. a kind of layer that is not known is refused, never counted as another

@@ -1,0 +1,821 @@
+"""Structured output: which tokens may come next, so that the text stays inside a grammar.
+
+The idea      A grammar (a JSON Schema, a regular expression, a list of choices, GBNF) is compiled
+              to rules over bytes. A rule is read by a finite automaton whose states are made when
+              a text first reaches them; where a rule calls another (an array calls its items) the
+              place to come back to goes on a stack. Before a token is sampled, the vocabulary, a
+              trie, is walked by the automaton: a token whose last byte is still inside is allowed,
+              all others are masked. What one walk found is kept, so a mask is nearly always one
+              look-up in a dictionary: real texts meet few states.
+
+The data      text so far     {"name": "Ma        (the object's rule calls the string's rule)
+              stack           string: in the text | object: after the value of "name"
+              configuration   all stacks that are possible here, interned: a small integer
+              walk            trie:  r - i - e       inside: allowed
+                                     e " , _ "       the string ends, the object goes on: allowed
+                                     \\n             a raw newline in a string: masked
+              mask            1 bit for each id of the vocabulary, 32 to a word
+              matcher         [configuration after 0, 1, 2, ... tokens]: rolling back cuts a list
+
+Invariants    1. an id is allowed if and only if its bytes lead to a text that can be finished
+              2. a stop id is allowed exactly where the text may end
+              3. a state, a configuration and a mask never change: matchers share them
+              4. what is not enforced is refused by name, never ignored (unless `lenient`)
+
+Units         lo, hi: bytes, or code points before `spell`. Lengths: characters. Masks: bits.
+Article       "Structured Output: How Engines Force Valid JSON, Token by Token"
+Try           python grammar.py                      a schema's rules, and the legal tokens
+              python tests/mutations.py grammar.py   change it: known bugs, each with its test
+Imports       nothing of ours; numpy.
+"""
+
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touched when it is built
+STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
+MASKS = 4096  # masks kept: 25 MB with 49k ids
+NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level
+COMPILE_S = 2.0  # longest compilation
+
+
+class SchemaError(ValueError):
+    """A grammar that is refused: where (`path`), by which `keyword`, and why (`reason`)."""
+
+    def __init__(self, path: str, keyword: str, reason: str):
+        self.path, self.keyword, self.reason = path, keyword, reason
+        where = f"{path}/{keyword}" if path.startswith("#") else f"{path} {keyword}"
+        super().__init__(f"{where.strip('/ ')}: {reason}")
+
+
+# ---------------------------------------------------------------- vocabulary
+
+
+class Vocabulary:
+    """The tokens as a trie of bytes.
+
+    tokens: the bytes of each id, up to the width of the logits; None for special and unused ids,
+    which no grammar allows. stop_ids: the ids that may end a text.
+
+    Example: tokens [b"a", b"ab", b"b"] -> nodes 0 (root), 1 a, 2 b, 3 ab
+    """
+
+    def __init__(self, tokens, stop_ids):
+        self.tokens = list(tokens)
+        self.stop_ids = frozenset(stop_ids)
+        outside = [i for i in self.stop_ids if not 0 <= i < len(self.tokens)]
+        if outside:
+            raise ValueError(f"stop id {outside[0]} is not below {len(self.tokens)}, the ids")
+        self.words = -(-len(self.tokens) // 32)
+        first: dict[bytes, int] = {}
+        for i, token in enumerate(self.tokens):
+            if token and i not in self.stop_ids:
+                first.setdefault(token, i)
+        self.longest = max(map(len, first), default=0)  # bytes
+        self._build(sorted(first), first)
+        same = [(i, first[t]) for i, t in enumerate(self.tokens) if t and first.get(t, i) != i]
+        same = [(i, j) for i, j in same if i not in self.stop_ids]
+        self.same = np.array(same, np.int64).reshape(-1, 2)  # ids of equal bytes, and the first
+        self.children = {
+            parent << 8 | byte: node
+            for node, (parent, byte) in enumerate(zip(self.parent.tolist(), self.byte.tolist()))
+            if node
+        }
+        self.inner = (self.count > 0).tolist()
+        self.machine = Machine(self)
+
+    def _build(self, texts: list[bytes], first: dict[bytes, int]) -> None:
+        """Nodes in breadth-first order: the children of a node lie next to each other."""
+        lengths = np.array([len(t) for t in texts], np.int64)
+        flat = b"".join(t.ljust(self.longest, b"\0") for t in texts)
+        bytes_ = np.frombuffer(flat, np.uint8).reshape(len(texts), self.longest)
+        shared = np.zeros(len(texts), np.int64)  # length of the prefix shared with the one before
+        if len(texts) > 1:
+            differ = bytes_[1:] != bytes_[:-1]
+            shared[1:] = np.where(differ.any(1), differ.argmax(1), self.longest)
+            shared[1:] = np.minimum(shared[1:], np.minimum(lengths[1:], lengths[:-1]))
+        parents, values = [np.zeros(1, np.int64)], [np.zeros(1, np.uint8)]
+        node, total, rows = np.zeros(len(texts), np.int64), 1, np.arange(len(texts))
+        shared[:1] = 0
+        self.levels = [0, 1]
+        for depth in range(self.longest):
+            rows = rows[lengths[rows] > depth]
+            new = shared[rows] <= depth
+            new[:1] = True
+            parents.append(node[rows[new]])
+            values.append(bytes_[rows[new], depth])
+            node[rows] = total - 1 + np.cumsum(new)
+            total += int(new.sum())
+            self.levels.append(total)
+        self.parent = np.concatenate(parents)
+        self.byte = np.concatenate(values).astype(np.int64)
+        self.token = np.full(total, -1, np.int64)  # id that ends at a node
+        self.token[node] = [first[t] for t in texts]
+        self.count = np.bincount(self.parent[1:], minlength=total)  # children
+        self.first = 1 + np.cumsum(self.count) - self.count  # the first child
+
+    def pack(self, ids: np.ndarray) -> np.ndarray:
+        """Ids as bits (words,) int32: bit i of word w is id 32 * w + i."""
+        allowed = np.zeros(self.words * 32, bool)
+        allowed[ids] = True
+        if len(self.same):
+            allowed[self.same[:, 0]] = allowed[self.same[:, 1]]
+        return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+# ---------------------------------------------------------------- expressions: sets of texts
+
+
+class Node:
+    """A set of texts, over bytes (or over code points until `spell`). Equal nodes are one object.
+
+    null: the empty text is in the set. calls: a rule is called somewhere in it. first(): what a
+    text can begin with: [(lo, hi, rest)] for a symbol in lo..hi, [(rule, None, rest)] for a call;
+    rest is what then follows. A state of an automaton is a set of such rests (Antimirov 1996).
+    """
+
+    __slots__ = ("key", "null", "calls", "_first", "__weakref__")
+    known: WeakValueDictionary = WeakValueDictionary()
+
+    def __new__(cls, *key):
+        node = Node.known.get((cls, *key))
+        if node is None:
+            node = super().__new__(cls)
+            node.key, node.null, node.calls, node._first = key, False, False, None
+            node.set(*key)
+            Node.known[(cls, *key)] = node
+        return node
+
+    def set(self, *parts) -> None:
+        """Sets null and calls from the parts."""
+
+    def first(self) -> list:
+        if self._first is None:
+            self._first = list(self.begin())
+        return self._first
+
+    def begin(self):
+        return ()
+
+    def clamp(self, longest: int) -> "Node":
+        """A set in which each token of so many bytes at most does the same, with small counts."""
+        return self
+
+
+class Empty(Node):
+    """No text at all."""
+
+
+class Nothing(Node):
+    """The empty text."""
+
+    def set(self, *parts):
+        self.null = True
+
+
+class Symbol(Node):
+    """One byte, or code point, in lo..hi."""
+
+    def begin(self):
+        yield *self.key, NOTHING
+
+
+class Literal(Node):
+    """Bytes, one after the other."""
+
+    def begin(self):
+        (text,) = self.key
+        yield text[0], text[0], literal(text[1:])
+
+
+class Seq(Node):
+    """One, then the other."""
+
+    def set(self, one, other):
+        self.null = one.null and other.null
+        self.calls = one.calls or other.calls
+
+    def parts(self) -> list[Node]:
+        parts, node = [], self
+        while type(node) is Seq:  # a loop: texts are longer than Python's stack is deep
+            parts.append(node.key[0])
+            node = node.key[1]
+        return [*parts, node]
+
+    def begin(self):
+        node = self
+        while type(node) is Seq:
+            one, other = node.key
+            for lo, hi, rest in one.first():
+                yield lo, hi, seq(rest, other)
+            if not one.null:
+                return
+            node = other
+        yield from node.first()
+
+    def clamp(self, longest):
+        return seq(*(part.clamp(longest) for part in self.parts()))
+
+
+class Alt(Node):
+    """One of several."""
+
+    def set(self, *options):
+        self.null = any(o.null for o in options)
+        self.calls = any(o.calls for o in options)
+
+    def begin(self):
+        for option in self.key:
+            yield from option.first()
+
+    def clamp(self, longest):
+        return alt(*(o.clamp(longest) for o in self.key))
+
+
+class Repeat(Node):
+    """lo to hi times (hi None: without end). The counts are counted down in the rests."""
+
+    def set(self, what, lo, hi):
+        self.null = lo == 0 or what.null
+        self.calls = what.calls
+
+    def begin(self):
+        what, lo, hi = self.key
+        for low, high, rest in what.first():
+            yield low, high, seq(rest, repeat(what, max(lo - 1, 0), hi and hi - 1))
+
+    def clamp(self, longest):
+        what, lo, hi = self.key
+        most = longest + 1  # more repetitions than a token has bytes
+        return repeat(what.clamp(longest), min(lo, most), None if hi and hi > most else hi)
+
+
+class Call(Node):
+    """The texts of a rule, by its name: what makes recursion possible."""
+
+    def set(self, rule):
+        self.calls = True
+
+    def begin(self):
+        yield self.key[0], None, NOTHING
+
+
+class Rule:
+    """A set of texts with a name. body is given after the rule was first called."""
+
+    def __init__(self, name: str, body: Node | None = None):
+        self.name, self.body = name, body
+
+    def __repr__(self):
+        return self.name
+
+
+EMPTY, NOTHING = Empty(), Nothing()
+
+
+def literal(text: bytes | str) -> Node:
+    text = text.encode() if isinstance(text, str) else text
+    return Literal(text) if text else NOTHING
+
+
+def symbols(*ranges: tuple[int, int]) -> Node:
+    return alt(*(Symbol(lo, hi) for lo, hi in ranges if lo <= hi))
+
+
+def seq(*parts: Node) -> Node:
+    done = NOTHING
+    for part in reversed(parts):
+        if part is EMPTY or done is EMPTY:
+            done = EMPTY
+        elif part is NOTHING:
+            pass
+        elif done is NOTHING:
+            done = part
+        elif type(part) is Seq:
+            done = Seq(part.key[0], seq(part.key[1], done))
+        else:
+            done = Seq(part, done)
+    return done
+
+
+def alt(*options: Node) -> Node:
+    flat: dict[Node, None] = {}
+    for option in options:
+        for o in option.key if type(option) is Alt else (option,):
+            flat[o] = None
+    flat.pop(EMPTY, None)
+    return Alt(*flat) if len(flat) > 1 else next(iter(flat), EMPTY)
+
+
+def repeat(what: Node, lo: int = 0, hi: int | None = None) -> Node:
+    if hi == 0 or what is NOTHING:
+        return NOTHING
+    if what is EMPTY:
+        return EMPTY if lo else NOTHING
+    return what if lo == hi == 1 else Repeat(what, lo, hi)
+
+
+def optional(what: Node) -> Node:
+    return alt(NOTHING, what)
+
+
+def rewrite(node: Node, change, known: dict | None = None) -> Node:
+    """The node with its leaves (Symbol, Literal, Call, ...) replaced by change(leaf)."""
+    known = {} if known is None else known
+    if node in known:
+        return known[node]
+    if type(node) is Seq:
+        done = seq(*(rewrite(n, change, known) for n in node.parts()))
+    elif type(node) is Alt:
+        done = alt(*(rewrite(n, change, known) for n in node.key))
+    elif type(node) is Repeat:
+        done = repeat(rewrite(node.key[0], change, known), *node.key[1:])
+    else:
+        done = change(node)
+    known[node] = done
+    return done
+
+
+# ---------------------------------------------------------------- machine: states, stacks, masks
+
+
+class State:
+    """A set of rests: everything that may follow at a point within a rule.
+
+    edges: [(lo, hi, state)], disjoint. calls: [(rule, state to come back to)]. accepts: the rule
+    may end here. Filled in by `Machine.look` when a text first gets here.
+    """
+
+    __slots__ = ("rests", "accepts", "edges", "calls", "wide")
+
+    def __init__(self, rests: frozenset):
+        self.rests, self.edges = rests, None
+        self.accepts = any(rest.null for rest in rests)
+
+
+class Machine:
+    """The automata of all rules, and the memory of what was found: shared by all grammars.
+
+    A stack is (state, frame); a frame (state to come back to, frame below) is a number, 0 the
+    bottom. A configuration is the set of all stacks that the text allows, and whether it may end.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.table = np.zeros((STATES, 256), np.int32)  # state, byte -> state; 0: dead
+        self.built = np.zeros(STATES, bool)  # rows of the table
+        self.flags = np.zeros(STATES, np.uint8)  # 1: accepts, 2: calls
+        self.built[0] = True
+        self.states, self.state_ids = [State(frozenset())], {frozenset(): 0}
+        self.frames, self.frame_ids = [(0, 0)], {}
+        self.configs, self.config_ids = [((), False)], {((), False): 0}
+        self.frontiers, self.frontier_ids = [np.zeros(1, np.int64)], {}
+        self.steps: dict[int, int] = {}  # configuration << 8 | byte -> configuration
+        self.walks: dict[tuple, tuple] = {}  # (state, frontier) -> what `walk` returns
+        self.parts: dict[tuple, np.ndarray] = {}  # (state, frame) -> mask
+        self.masks: dict[int, np.ndarray] = {}  # configuration -> mask
+        self.clamped: dict[int, int] = {}  # state -> state of the same walk
+        self.stop = vocabulary.pack(np.array(sorted(vocabulary.stop_ids), np.int64))
+        self.none = np.zeros(vocabulary.words, np.int32)
+
+    @property
+    def worn(self) -> bool:
+        """Half full: the next grammar gets a new machine, requests that run keep this one."""
+        return len(self.states) > STATES // 2 or len(self.configs) + len(self.steps) > 2_000_000
+
+    def state(self, rests) -> int:
+        rests = frozenset(rests)
+        number = self.state_ids.get(rests)
+        if number is None:
+            number = self.state_ids[rests] = len(self.states)
+            if number == STATES:
+                raise SchemaError("#", "", f"the grammar needs more than {STATES} states")
+            self.states.append(State(rests))
+        return number
+
+    def start(self, rule: Rule) -> int:
+        return self.state([rule.body])
+
+    def look(self, number: int) -> State:
+        """The state with its edges and calls."""
+        state = self.states[number]
+        if state.edges is not None:
+            return state
+        ranges, calls = [], {}
+        for rest in state.rests:
+            for lo, hi, then in rest.first():
+                if hi is None:
+                    calls.setdefault(lo, set()).add(then)
+                else:
+                    ranges.append((lo, hi, then))
+        state.calls = [(rule, self.state(then)) for rule, then in calls.items()]
+        edges = [(lo, hi, self.state(then)) for lo, hi, then in split(ranges)]
+        state.wide = sum(hi - lo + 1 for lo, hi, _ in edges) > NARROW
+        self.flags[number] = state.accepts | bool(calls) << 1
+        state.edges = edges  # last: what was interrupted is done again
+        return state
+
+    def build(self, states: np.ndarray) -> None:
+        """The table's rows of these states."""
+        for number in np.unique(states[~self.built[states]]).tolist():
+            for lo, hi, then in self.look(number).edges:
+                self.table[number, lo : hi + 1] = then
+            self.built[number] = True
+
+    # -------------------------------------------------- configurations
+
+    def frame(self, back: int, below: int) -> int:
+        state = self.look(back)
+        if state.accepts and not state.edges and not state.calls:
+            return below  # a tail call: nothing is left to do on coming back
+        number = self.frame_ids.setdefault((back, below), len(self.frames))
+        if number == len(self.frames):
+            self.frames.append((back, below))
+        return number
+
+    def enter(self, number: int, frame: int) -> list[tuple[int, int]]:
+        """The stacks of the rules called here."""
+        return [
+            (self.start(rule), self.frame(back, frame)) for rule, back in self.look(number).calls
+        ]
+
+    def config(self, stacks) -> int:
+        """The configuration of these stacks and of all that follow from them."""
+        seen, todo, live, ends = set(stacks), list(stacks), set(), False
+        while todo:
+            number, frame = todo.pop()
+            state = self.look(number)
+            if state.edges:
+                live.add((number, frame))
+            ends |= state.accepts and not frame
+            more = self.enter(number, frame)
+            if state.accepts and frame:
+                more.append(self.frames[frame])
+            for stack in more:
+                if stack not in seen:
+                    seen.add(stack)
+                    todo.append(stack)
+            if len(seen) > STACKS:
+                raise SchemaError("#", "", f"the text has more than {STACKS} meanings at once")
+        key = (tuple(sorted(live)), ends)
+        number = self.config_ids.setdefault(key, len(self.configs))
+        if number == len(self.configs):
+            self.configs.append(key)
+        return number
+
+    def step(self, config: int, byte: int) -> int:
+        """The configuration after one more byte; 0 where there is none."""
+        key = config << 8 | byte
+        after = self.steps.get(key)
+        if after is None:
+            stacks = [
+                (then, frame)
+                for number, frame in self.configs[config][0]
+                for lo, hi, then in self.look(number).edges
+                if lo <= byte <= hi
+            ]
+            after = self.steps[key] = self.config(stacks) if stacks else 0
+        return after
+
+    def only(self, config: int) -> int | None:
+        """The byte that must come next, if there is but one and the text cannot end."""
+        stacks, ends = self.configs[config]
+        found = None
+        for number, _ in stacks:
+            for lo, hi, _ in self.look(number).edges:
+                if ends or lo != hi or found not in (None, lo):
+                    return None
+                found = lo
+        return found
+
+    def extends(self, text: bytes, config: int) -> bool:
+        """Whether a token begins with the text, is longer, and is allowed to the end.
+
+        config: the configuration after the text."""
+        node = 0
+        for byte in text:
+            node = self.vocabulary.children.get(node << 8 | byte)
+            if node is None:
+                return False
+        todo = [(node, config)]
+        while todo:
+            node, config = todo.pop()
+            first = int(self.vocabulary.first[node])
+            for child in range(first, first + int(self.vocabulary.count[node])):
+                after = self.step(config, int(self.vocabulary.byte[child]))
+                if after and self.vocabulary.token[child] >= 0:
+                    return True
+                if after:
+                    todo.append((child, after))
+        return False
+
+    # -------------------------------------------------- masks
+
+    def mask(self, config: int) -> np.ndarray:
+        """Ids allowed at a configuration (words,) int32, read only."""
+        mask = self.masks.get(config)
+        if mask is None:
+            stacks, ends = self.configs[config]
+            parts = [self.part(*stack) for stack in stacks] + [self.stop] * ends
+            mask = parts[0] if len(parts) == 1 else np.bitwise_or.reduce([self.none, *parts])
+            if len(self.masks) >= MASKS:
+                self.masks.pop(next(iter(self.masks)))
+            self.masks[config] = mask
+        return mask
+
+    def part(self, number: int, frame: int) -> np.ndarray:
+        """Ids allowed at one stack: those that end within the rule, or after it, or in a callee."""
+        number = self.clamp(number)
+        mask = self.parts.get((number, frame))
+        if mask is not None:
+            return mask
+        mask = self.none.copy()
+        todo = [(number, 0, frame)]  # a state, and the nodes of the trie at which a text gets there
+        seen = set(todo)
+        while todo:
+            there, nodes, below = todo.pop()
+            inside, ends, calls = self.walk(self.clamp(there), nodes)
+            mask |= inside
+            more = [(n, at, f) for caller, at in calls for n, f in self.enter(caller, below)]
+            if ends and below:
+                back, beneath = self.frames[below]
+                more.append((back, ends, beneath))
+            for stack in more:
+                if stack not in seen:
+                    seen.add(stack)
+                    todo.append(stack)
+        if len(self.parts) >= MASKS:
+            self.parts.pop(next(iter(self.parts)))
+        self.parts[number, frame] = mask
+        return mask
+
+    def clamp(self, number: int) -> int:
+        """A state whose walk is the same: far from its limit, a count does not matter."""
+        done = self.clamped.get(number)
+        if done is None:
+            rests = self.states[number].rests
+            done = number
+            if not any(rest.calls for rest in rests):
+                longest = self.vocabulary.longest
+                done = self.state(rest.clamp(longest) for rest in rests)
+            self.clamped[number] = done
+        return done
+
+    def frontier(self, nodes: np.ndarray) -> int:
+        """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
+        nodes = np.unique(nodes)
+        number = self.frontier_ids.setdefault(nodes.tobytes(), len(self.frontiers))
+        if number == len(self.frontiers):
+            self.frontiers.append(nodes)
+        return number
+
+    def walk(self, number: int, frontier: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
+        """What the tokens do that are in this state at the nodes of a frontier.
+
+        Returns the ids whose last byte is within the rule, as bits; the frontier of the nodes where
+        the rule may end inside a token (0: nowhere); and for each state that calls other rules,
+        the frontier where tokens reach it. None of this depends on the stack below.
+        """
+        found = self.walks.get((number, frontier))
+        if found is not None:
+            return found
+        v = self.vocabulary
+        start = self.frontiers[frontier]
+        nodes, states = self.descend(start, np.full(len(start), number))
+        ids = v.token[nodes]
+        inside = v.pack(ids[ids >= 0])
+        if frontier:
+            nodes = np.concatenate([start, nodes])
+            states = np.concatenate([np.full(len(start), number), states])
+        onward = v.count[nodes] > 0
+        nodes, states = nodes[onward], states[onward]
+        flags = self.flags[states]
+        at = nodes[flags & 1 > 0]
+        ends = self.frontier(at) if len(at) else 0
+        callers = states[flags & 2 > 0]
+        calls = [(n, self.frontier(nodes[states == n])) for n in np.unique(callers).tolist()]
+        found = self.walks[number, frontier] = inside, ends, calls
+        return found
+
+    def descend(self, nodes: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All (node, state) below these: byte by byte where few go on, else level by level."""
+        v, reached, wide = self.vocabulary, [], []
+        todo = list(zip(nodes.tolist(), states.tolist()))
+        while todo:
+            node, number = todo.pop()
+            state = self.look(number)
+            if state.wide:
+                wide.append((node, number))
+                continue
+            for lo, hi, then in state.edges:
+                for byte in range(lo, hi + 1):
+                    child = v.children.get(node << 8 | byte)
+                    if child:
+                        reached.append((child, then))
+                        if v.inner[child]:
+                            todo.append((child, then))
+                        else:
+                            self.look(then)
+        pairs = [np.array(reached, np.int64).reshape(-1, 2).T]
+        nodes, states = np.array(wide, np.int64).reshape(-1, 2).T
+        while len(nodes):
+            self.build(states)
+            count = v.count[nodes]
+            last = np.cumsum(count)
+            below = np.repeat(v.first[nodes] - last + count, count) + np.arange(last[-1])
+            then = self.table[np.repeat(states, count), v.byte[below]]
+            live = then > 0
+            nodes, states = below[live], then[live].astype(np.int64)
+            pairs.append(np.stack([nodes, states]))
+            onward = v.count[nodes] > 0
+            nodes, states = nodes[onward], states[onward]
+        nodes, states = np.concatenate(pairs, 1)
+        return nodes, states
+
+
+def split(ranges: list[tuple[int, int, Node]]) -> list[tuple[int, int, frozenset]]:
+    """Ranges that may overlap as disjoint ones, each with the set of what follows."""
+    cuts = sorted({lo for lo, _, _ in ranges} | {hi + 1 for _, hi, _ in ranges})
+    place = {cut: i for i, cut in enumerate(cuts)}
+    sets: list[set] = [set() for _ in cuts]
+    for lo, hi, then in ranges:
+        for i in range(place[lo], place[hi + 1]):
+            sets[i].add(then)
+    return [(a, b - 1, frozenset(s)) for a, b, s in zip(cuts, cuts[1:], sets) if s]
+
+
+# ---------------------------------------------------------------- grammar and matcher
+
+
+class Grammar:
+    """What `compile` returns: a rule to start from, and a machine to read it.
+
+    ignored: the keywords that `lenient` let pass, each with its path.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, root: Rule, ignored=()):
+        check(root)
+        self.vocabulary, self.root, self.ignored = vocabulary, root, list(ignored)
+        if vocabulary.machine.worn:
+            vocabulary.machine = Machine(vocabulary)
+        self.machine = vocabulary.machine
+        self.start = self.machine.config([(self.machine.start(root), 0)])
+
+    def run(self, text: bytes, config: int | None = None) -> int:
+        """The configuration after a text; 0 where it is refused."""
+        config = self.start if config is None else config
+        for byte in text:
+            config = self.machine.step(config, byte)
+            if not config:
+                break
+        return config
+
+    def accepts(self, text: str | bytes) -> bool:
+        """Whether the whole text is in the grammar."""
+        text = text.encode() if isinstance(text, str) else text
+        return self.machine.configs[self.run(text)][1]
+
+    def matcher(self) -> "Matcher":
+        return Matcher(self)
+
+
+class Matcher:
+    """One text on its way through a grammar: the configurations after each of its tokens."""
+
+    def __init__(self, grammar: Grammar):
+        self.grammar = grammar
+        self.history = [grammar.start]  # 0 after a stop id
+
+    def mask(self) -> np.ndarray:
+        """The ids that may come next (words,) int32: bit i of word w is id 32 * w + i."""
+        return self.grammar.machine.mask(self.history[-1])
+
+    def accept(self, token: int) -> bool:
+        """Takes a token, if it is allowed; else nothing changes."""
+        vocabulary, config = self.grammar.vocabulary, self.history[-1]
+        if not 0 <= token < len(vocabulary.tokens):
+            return False
+        if token in vocabulary.stop_ids:
+            after, allowed = 0, self.grammar.machine.configs[config][1]
+        else:
+            after = self.grammar.run(vocabulary.tokens[token] or b"", config)
+            allowed = after and vocabulary.tokens[token]
+        if allowed:
+            self.history.append(after)
+        return bool(allowed)
+
+    def rollback(self, n: int) -> None:
+        """Takes back the last n tokens."""
+        if not 0 <= n < len(self.history):
+            raise ValueError(f"{n} tokens cannot be taken back of {len(self.history) - 1}")
+        del self.history[len(self.history) - n :]
+
+    @property
+    def finished(self) -> bool:
+        """A stop id was taken, or the text may end and nothing can follow."""
+        stacks, _ = self.grammar.machine.configs[self.history[-1]]
+        return not stacks
+
+    def forced(self, encode) -> list[int]:
+        """The ids of the text that can only go one way from here.
+
+        encode: the text's ids without special ones. Its last tokens are left out where a longer
+        token that is allowed too would span the end, as the tokenizer would choose it. A text
+        that may end here is not forced to go on. llguidance calls this fast-forward tokens.
+        """
+        machine, tokens = self.grammar.machine, self.grammar.vocabulary.tokens
+        config, text = self.history[-1], bytearray()
+        while len(text) < FORCED and (byte := machine.only(config)) is not None:
+            text.append(byte)
+            config = machine.step(config, byte)
+        whole = text.decode(errors="ignore")  # a character that is cut off at the end is left out
+        ids = list(encode(whole)) if whole else []
+        if b"".join(tokens[i] or b"" for i in ids) != whole.encode():
+            return []  # a tokenizer that adds to the text
+        for cut in range(max(len(ids) - HEALED, 0), len(ids)):
+            head = b"".join(tokens[i] for i in ids[:cut])
+            tail = whole.encode()[len(head) :]
+            if machine.extends(
+                tail, self.grammar.run(tail, self.grammar.run(head, self.history[-1]))
+            ):
+                return ids[:cut]
+        return ids
+
+
+FORCED = 1024  # most bytes of one forced text
+HEALED = 4  # last tokens of a forced text that a longer one may replace
+
+
+def check(root: Rule) -> None:
+    """Refuses rules without an end, and rules that call themselves before reading anything."""
+
+
+def compile(
+    vocabulary: Vocabulary,
+    *,
+    json_schema=None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+    lenient: bool = False,
+    whitespace: str = "default",
+) -> Grammar:
+    """One of json_schema (an object, True or False, or their JSON text; True is any JSON), regex
+    (a full match), choice, or grammar (GBNF) as a Grammar. Raises SchemaError.
+
+    whitespace, in JSON: "compact" none, "default" at most a space, or a newline and 20 blanks,
+    between tokens, "any" any.
+    """
+    return Grammar(vocabulary, Rule("choice", alt(*(literal(c) for c in choice))))
+
+
+# ---------------------------------------------------------------- JSON Schema
+
+
+# ---------------------------------------------------------------- JSON numbers
+
+
+def number(lo=None, hi=None, lo_open=False, hi_open=False, integer=False, multiple=None) -> Node:
+    """JSON numbers from lo to hi (Fractions; None: unbounded; open: without the bound itself)."""
+    return EMPTY
+
+
+# ---------------------------------------------------------------- JSON strings
+
+
+def string(lo: int = 0, hi: int | None = None, patterns: list[Node] = ()) -> Node:
+    """JSON strings, with their quotes, of lo to hi characters that match all patterns.
+
+    patterns: sets of texts over code points, as `parse_regex` makes them.
+    """
+    return EMPTY
+
+
+def keys(names: list[str], patterns: list[Node] = ()) -> list[tuple[frozenset, Node]]:
+    """JSON strings other than the names, by the set of (indices of) patterns that they match."""
+    return []
+
+
+# ---------------------------------------------------------------- regular expressions
+
+
+def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node:
+    """An ECMA-262 regular expression as a set of texts over code points.
+
+    search: the pattern may match anywhere in the text, as JSON Schema has it.
+    """
+    return EMPTY
+
+
+def spell(node: Node, json: bool = False) -> Node:
+    """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
+    return EMPTY
+
+
+# ---------------------------------------------------------------- GBNF
+
+
+def parse_gbnf(text: str) -> Rule:
+    """A grammar in llama.cpp's notation as its rule `root`."""
+    return Rule("root", EMPTY)

@@ -37,6 +37,7 @@ STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touch
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level
+INFINITE = 1 << 30  # characters
 COMPILE_S = 2.0  # longest compilation
 
 
@@ -117,11 +118,24 @@ class Vocabulary:
 
     def pack(self, ids: np.ndarray) -> np.ndarray:
         """Ids as bits (words,) int32: bit i of word w is id 32 * w + i."""
-        allowed = np.zeros(self.words * 32, bool)
+        allowed = np.zeros(len(self.tokens), bool)
         allowed[ids] = True
         if len(self.same):
             allowed[self.same[:, 0]] = allowed[self.same[:, 1]]
-        return np.packbits(allowed, bitorder="little").view(np.int32)
+        return self.bits(allowed)
+
+    def bits(self, allowed: np.ndarray) -> np.ndarray:
+        """A bool for each id (V,) as bits (words,) int32."""
+        packed = np.packbits(allowed, bitorder="little")
+        return np.pad(packed, (0, 4 * self.words - len(packed))).view(np.int32)
+
+    def by_id(self, nodes: np.ndarray, values: np.ndarray, other: int) -> np.ndarray:
+        """values of nodes as one for each id (V,); other for the ids that end elsewhere."""
+        ids = self.token[nodes]
+        found = np.full(len(self.tokens), other)
+        found[ids[ids >= 0]] = values[ids >= 0]
+        found[self.same[:, 0]] = found[self.same[:, 1]]
+        return found
 
 
 # ---------------------------------------------------------------- expressions: sets of texts
@@ -375,6 +389,8 @@ class Machine:
         self.walks: dict[tuple, tuple] = {}  # (state, frontier) -> what `walk` returns
         self.parts: dict[tuple, np.ndarray] = {}  # (state, frame) -> mask
         self.masks: dict[int, np.ndarray] = {}  # configuration -> mask
+        self.homes: dict[int, list | None] = {}  # see `within`
+        self.sweeps: dict[tuple, tuple] = {}  # see `sweep_counted`
         self.clamped: dict[int, int] = {}  # state -> state of the same walk
         self.stop = vocabulary.pack(np.array(sorted(vocabulary.stop_ids), np.int64))
         self.none = np.zeros(vocabulary.words, np.int32)
@@ -518,11 +534,8 @@ class Machine:
         if mask is None:
             stacks, ends = self.configs[config]
             parts = [self.part(*stack) for stack in stacks] + [self.stop] * ends
-            mask = parts[0] if len(parts) == 1 else np.bitwise_or.reduce([self.none, *parts])
-            if len(self.masks) >= MASKS:
-                self.masks.pop(next(iter(self.masks)))
-            self.masks[config] = mask
-        return mask
+            keep(self.masks, config, union(parts or [self.none]))
+        return self.masks[config]
 
     def part(self, number: int, frame: int) -> np.ndarray:
         """Ids allowed at one stack: those that end within the rule, or after it, or in a callee."""
@@ -530,13 +543,12 @@ class Machine:
         mask = self.parts.get((number, frame))
         if mask is not None:
             return mask
-        mask = self.none.copy()
-        todo = [(number, 0, frame)]  # a state, and the nodes of the trie at which a text gets there
+        masks, todo = [], [(number, 0, frame)]  # a state, and the frontier at which it is reached
         seen = set(todo)
         while todo:
             there, nodes, below = todo.pop()
             inside, ends, calls = self.walk(self.clamp(there), nodes)
-            mask |= inside
+            masks.append(inside)
             more = [(n, at, f) for caller, at in calls for n, f in self.enter(caller, below)]
             if ends and below:
                 back, beneath = self.frames[below]
@@ -545,20 +557,15 @@ class Machine:
                 if stack not in seen:
                     seen.add(stack)
                     todo.append(stack)
-        if len(self.parts) >= MASKS:
-            self.parts.pop(next(iter(self.parts)))
-        self.parts[number, frame] = mask
-        return mask
+        return keep(self.parts, (number, frame), union(masks))
 
     def clamp(self, number: int) -> int:
         """A state whose walk is the same: far from its limit, a count does not matter."""
         done = self.clamped.get(number)
         if done is None:
-            rests = self.states[number].rests
-            done = number
-            if not any(rest.calls for rest in rests):
-                longest = self.vocabulary.longest
-                done = self.state(rest.clamp(longest) for rest in rests)
+            done, rests = number, self.states[number].rests
+            if self.look(number).wide and not any(rest.calls for rest in rests):
+                done = self.state(rest.clamp(self.vocabulary.longest) for rest in rests)
             self.clamped[number] = done
         return done
 
@@ -580,14 +587,27 @@ class Machine:
         found = self.walks.get((number, frontier))
         if found is not None:
             return found
+        counted = None if frontier else self.counted(number)
+        if counted:
+            home, lo, hi = counted
+            rooms, _, tail = self.sweep_counted(home, 0)
+            nodes, states = chosen(tail, lo, hi)
+            inside, ends, calls = self.summary(nodes, states)
+            found = inside | self.vocabulary.bits(rooms <= hi), ends, calls
+        else:
+            nodes, states = self.below(number, frontier)
+            if frontier:  # here, other than at the root, a token may end or call
+                start = self.frontiers[frontier]
+                nodes = np.concatenate([start, nodes])
+                states = np.concatenate([np.full(len(start), number), states])
+            found = self.summary(nodes, states, len(start) if frontier else 0)
+        return keep(self.walks, (number, frontier), found)
+
+    def summary(self, nodes: np.ndarray, states: np.ndarray, skip: int = 0):
+        """What `walk` returns, of the nodes reached; the first `skip` are where it began."""
         v = self.vocabulary
-        start = self.frontiers[frontier]
-        nodes, states = self.descend(start, np.full(len(start), number))
-        ids = v.token[nodes]
+        ids = v.token[nodes[skip:]]
         inside = v.pack(ids[ids >= 0])
-        if frontier:
-            nodes = np.concatenate([start, nodes])
-            states = np.concatenate([np.full(len(start), number), states])
         onward = v.count[nodes] > 0
         nodes, states = nodes[onward], states[onward]
         flags = self.flags[states]
@@ -595,18 +615,25 @@ class Machine:
         ends = self.frontier(at) if len(at) else 0
         callers = states[flags & 2 > 0]
         calls = [(n, self.frontier(nodes[states == n])) for n in np.unique(callers).tolist()]
-        found = self.walks[number, frontier] = inside, ends, calls
-        return found
+        return inside, ends, calls
 
-    def descend(self, nodes: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All (node, state) below these: byte by byte where few go on, else level by level."""
-        v, reached, wide = self.vocabulary, [], []
-        todo = list(zip(nodes.tolist(), states.tolist()))
-        while todo:
+    def below(self, number: int, frontier: int) -> tuple[np.ndarray, np.ndarray]:
+        """All (node, state) below the nodes of a frontier that are in this state."""
+        counted = self.counted(number)
+        if counted:
+            home, lo, hi = counted
+            _, inner, tail = self.sweep_counted(home, frontier)
+            pairs = [chosen(inner, 0, hi), chosen(tail, lo, hi)]
+            return tuple(np.concatenate(parts) for parts in zip(*pairs))
+        if self.look(number).wide:
+            return self.sweep(number, frontier)[:2]
+        v, reached, wide = self.vocabulary, [], {}
+        todo = [(node, number) for node in self.frontiers[frontier].tolist()]
+        while todo:  # byte by byte, as few go on
             node, number = todo.pop()
             state = self.look(number)
             if state.wide:
-                wide.append((node, number))
+                wide.setdefault(number, []).append(node)
                 continue
             for lo, hi, then in state.edges:
                 for byte in range(lo, hi + 1):
@@ -615,23 +642,126 @@ class Machine:
                         reached.append((child, then))
                         if v.inner[child]:
                             todo.append((child, then))
-                        else:
-                            self.look(then)
         pairs = [np.array(reached, np.int64).reshape(-1, 2).T]
-        nodes, states = np.array(wide, np.int64).reshape(-1, 2).T
-        while len(nodes):
-            self.build(states)
-            count = v.count[nodes]
-            last = np.cumsum(count)
-            below = np.repeat(v.first[nodes] - last + count, count) + np.arange(last[-1])
-            then = self.table[np.repeat(states, count), v.byte[below]]
-            live = then > 0
-            nodes, states = below[live], then[live].astype(np.int64)
-            pairs.append(np.stack([nodes, states]))
-            onward = v.count[nodes] > 0
-            nodes, states = nodes[onward], states[onward]
+        pairs += [self.below(n, self.frontier(np.array(nodes))) for n, nodes in wide.items()]
         nodes, states = np.concatenate(pairs, 1)
         return nodes, states
+
+    def sweep(self, number: int, frontier: int, count: bool = False):
+        """`below` level by level; and how often each node's path was in the state again."""
+        if frontier == 0:
+            return self.sweep_all(number, count)
+        v, found = self.vocabulary, []
+        nodes = self.frontiers[frontier]
+        states, counts = np.full(len(nodes), number), np.zeros(len(nodes), np.int64)
+        while True:
+            onward = v.count[nodes] > 0
+            nodes, states, counts = nodes[onward], states[onward], counts[onward]
+            if not len(nodes):
+                break
+            self.build(states)
+            children = v.count[nodes]
+            last = np.cumsum(children)
+            nodes = np.repeat(v.first[nodes] - last + children, children) + np.arange(last[-1])
+            states = self.table[np.repeat(states, children), v.byte[nodes]]
+            live = states > 0
+            counts = np.repeat(counts, children)[live]
+            nodes, states = nodes[live], states[live].astype(np.int64)
+            counts += states == number
+            found.append((nodes, states, counts))
+        empty = np.zeros(0, np.int64)
+        return [np.concatenate(parts) for parts in zip(*found)] if found else [empty] * 3
+
+    def sweep_all(self, number: int, count: bool):
+        """`sweep` from the root: whole levels of the trie, without a list of who is alive."""
+        v, table = self.vocabulary, self.table.ravel()
+        states, counts = np.zeros(len(v.parent), np.int32), np.zeros(len(v.parent), np.int32)
+        states[0] = number
+        for a, b in zip(v.levels[1:], v.levels[2:]):
+            above = states[v.parent[a:b]]
+            self.build(above)
+            above <<= 8
+            above += v.byte[a:b]
+            table.take(above, out=states[a:b])
+            if count:
+                counts[a:b] = counts[v.parent[a:b]] + (states[a:b] == number)
+        nodes = np.flatnonzero(states)[1:]
+        return nodes, states[nodes], counts[nodes]
+
+    def counted(self, number: int) -> tuple[int, int, int] | None:
+        """For a state "lo to hi times a character, then a rest": the state without the counts.
+
+        None if it is anything else. The characters must be told apart from each other and from
+        the rest, so that a text has been in the state without counts once for each of them.
+        """
+        rests = self.states[number].rests
+        rest = next(iter(rests), None)
+        if len(rests) != 1 or type(rest) is not Seq or type(rest.key[0]) is not Repeat:
+            return None
+        what, lo, hi = rest.key[0].key
+        if (lo, hi) == (0, None) or rest.calls or rest.key[1].null:
+            return None
+        home = self.state([seq(repeat(what), rest.key[1])])
+        return (home, lo, INFINITE if hi is None else hi) if self.within(home) is not None else None
+
+    def within(self, home: int) -> list[int] | None:
+        """The states inside a character of a repetition; None if a text can be read in two ways."""
+        if home not in self.homes:
+            (rest,) = self.states[home].rests
+            inside, todo, clear = set(), [home], True
+            while todo and clear:
+                for _, _, then in self.look(todo.pop()).edges:
+                    rests = self.states[then].rests
+                    spine = next(iter(rests))
+                    parts = []
+                    while type(spine) is Seq and spine is not rest:
+                        parts.append(spine.key[0])
+                        spine = spine.key[1]
+                    clear &= len(rests) == 1 and (
+                        spine is not rest or not parts or not all(p.null for p in parts)
+                    )
+                    if spine is rest and parts and then not in inside:
+                        inside.add(then)
+                        todo.append(then)
+            self.homes[home] = sorted(inside) if clear else None
+        return self.homes[home]
+
+    def sweep_counted(self, home: int, frontier: int):
+        """`sweep` of a state without counts, and how many characters were begun at each node.
+
+        Returns that number for each id (INFINITE: not within the characters), and (nodes, states,
+        numbers) of the nodes within the characters, and of those in the rest behind them.
+        """
+        found = self.sweeps.get((home, frontier))
+        if found is None:
+            nodes, states, counts = self.sweep(home, frontier, count=True)
+            kind = np.full(len(self.states), 2, np.int8)
+            kind[home] = 0
+            kind[self.within(home)] = 1
+            kind = kind[states]
+            found = nodes, states, counts + (kind == 1)
+            inner, tail = ([array[part] for array in found] for part in (kind < 2, kind == 2))
+            rooms = self.vocabulary.by_id(inner[0], inner[2], INFINITE) if frontier == 0 else None
+            found = self.sweeps[home, frontier] = rooms, inner, tail
+        return found
+
+
+def chosen(found, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+    nodes, states, counts = found
+    live = (lo <= counts) & (counts <= hi)
+    return nodes[live], states[live]
+
+
+def union(masks: list[np.ndarray]) -> np.ndarray:
+    return masks[0] if len(masks) == 1 else np.bitwise_or.reduce(masks)
+
+
+def keep(memory: dict, key, value):
+    """Stores a value, in place of the oldest one if the memory is full."""
+    if len(memory) >= MASKS:
+        memory.pop(next(iter(memory)))
+    memory[key] = value
+    return value
 
 
 def split(ranges: list[tuple[int, int, Node]]) -> list[tuple[int, int, frozenset]]:
@@ -748,7 +878,98 @@ HEALED = 4  # last tokens of a forced text that a longer one may replace
 
 
 def check(root: Rule) -> None:
-    """Refuses rules without an end, and rules that call themselves before reading anything."""
+    """Takes out what can never be finished; refuses a root without an end, and left recursion.
+
+    Every state of the automata is then on the way to an end. A rule that calls itself before it
+    reads anything would be entered without end.
+    """
+    rules = reachable(root)
+    ends = closure(rules, lambda node: node is not EMPTY)
+    if root not in ends:
+        raise SchemaError("#", "", "it accepts nothing")
+    endless = set(rules) - ends
+    if endless:
+        for rule in ends:
+            rule.body = rewrite(
+                rule.body, lambda n: EMPTY if type(n) is Call and n.key[0] in endless else n
+            )
+    empty = closure(rules, lambda node: node.null)
+    heads = {rule: list(called(rule.body, empty)) for rule in ends}
+    done: set[Rule] = set()
+    for rule in ends:
+        path = {}  # an ordered set: the rules that are entered
+        todo = [(rule, iter(heads[rule]))]
+        while todo:
+            rule, callees = todo[-1]
+            path[rule] = None
+            callee = next(callees, None)
+            if callee in path:
+                names = " -> ".join(r.name for r in [*path][[*path].index(callee) :])
+                raise SchemaError("#", "", f"{names} calls itself before anything is read")
+            if callee is None:
+                todo.pop()
+                del path[rule]
+                done.add(rule)
+            elif callee not in done:
+                todo.append((callee, iter(heads[callee])))
+
+
+def reachable(root: Rule) -> list[Rule]:
+    """The root and all rules that are called from it, callees mostly first."""
+    found, todo, seen = {root: None}, [root.body], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node) is Call and node.key[0] not in found:
+            found[node.key[0]] = None
+            todo.append(node.key[0].body)
+        todo += [part for part in node.key if isinstance(part, Node)]
+    return list(found)[::-1]
+
+
+def closure(rules: list[Rule], leaf) -> set[Rule]:
+    """The rules that have a text of which all leaves pass: the least fixed point."""
+    found: set[Rule] = set()
+    while True:
+        known: dict[Node, bool] = {}
+        more = {
+            rule for rule in rules if rule not in found and passes(rule.body, leaf, found, known)
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def passes(node: Node, leaf, rules: set[Rule], known: dict[Node, bool]) -> bool:
+    if node not in known:
+        if type(node) is Seq:
+            good = all(passes(part, leaf, rules, known) for part in node.parts())
+        elif type(node) is Alt:
+            good = any(passes(part, leaf, rules, known) for part in node.key)
+        elif type(node) is Repeat:
+            good = node.key[1] == 0 or passes(node.key[0], leaf, rules, known)
+        elif type(node) is Call:
+            good = node.key[0] in rules
+        else:
+            good = leaf(node)
+        known[node] = good
+    return known[node]
+
+
+def called(node: Node, empty: set[Rule]):
+    """The rules that a text of the node may begin with; `empty` ones may read nothing."""
+    if type(node) is Call:
+        yield node.key[0]
+    elif type(node) is Alt or type(node) is Repeat:
+        for part in node.key if type(node) is Alt else node.key[:1]:
+            yield from called(part, empty)
+    elif type(node) is Seq:
+        for part in node.parts():
+            yield from called(part, empty)
+            if not passes(part, lambda n: n.null, empty, {}):
+                break
 
 
 def compile(

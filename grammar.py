@@ -29,11 +29,16 @@ Try           python grammar.py                      a schema's rules, and the l
 Imports       nothing of ours; numpy.
 """
 
+import json
+import sys
+import time
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touched when it is built
+STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level
@@ -116,11 +121,11 @@ class Vocabulary:
         self.count = np.bincount(self.parent[1:], minlength=total)  # children
         self.first = 1 + np.cumsum(self.count) - self.count  # the first child
 
-    def pack(self, ids: np.ndarray) -> np.ndarray:
+    def pack(self, ids: np.ndarray, same: bool = True) -> np.ndarray:
         """Ids as bits (words,) int32: bit i of word w is id 32 * w + i."""
         allowed = np.zeros(len(self.tokens), bool)
         allowed[ids] = True
-        if len(self.same):
+        if same and len(self.same):
             allowed[self.same[:, 0]] = allowed[self.same[:, 1]]
         return self.bits(allowed)
 
@@ -397,18 +402,14 @@ class Machine:
 
     @property
     def worn(self) -> bool:
-        """Half full: the next grammar gets a new machine, requests that run keep this one."""
-        return len(self.states) > STATES // 2 or len(self.configs) + len(self.steps) > 2_000_000
+        """Half full: the next request gets a new machine, those that run keep this one."""
+        return len(self.states) > STATES // 2 or len(self.configs) + len(self.steps) > STEPS
 
     def state(self, rests) -> int:
         rests = frozenset(rests)
-        number = self.state_ids.get(rests)
-        if number is None:
-            number = self.state_ids[rests] = len(self.states)
-            if number == STATES:
-                raise SchemaError("#", "", f"the grammar needs more than {STATES} states")
-            self.states.append(State(rests))
-        return number
+        if rests not in self.state_ids and len(self.states) == STATES:
+            raise SchemaError("#", "", f"the grammar needs more than {STATES} states")
+        return intern(self.state_ids, self.states, rests, State)
 
     def start(self, rule: Rule) -> int:
         return self.state([rule.body])
@@ -445,10 +446,7 @@ class Machine:
         state = self.look(back)
         if state.accepts and not state.edges and not state.calls:
             return below  # a tail call: nothing is left to do on coming back
-        number = self.frame_ids.setdefault((back, below), len(self.frames))
-        if number == len(self.frames):
-            self.frames.append((back, below))
-        return number
+        return intern(self.frame_ids, self.frames, (back, below))
 
     def enter(self, number: int, frame: int) -> list[tuple[int, int]]:
         """The stacks of the rules called here."""
@@ -474,11 +472,7 @@ class Machine:
                     todo.append(stack)
             if len(seen) > STACKS:
                 raise SchemaError("#", "", f"the text has more than {STACKS} meanings at once")
-        key = (tuple(sorted(live)), ends)
-        number = self.config_ids.setdefault(key, len(self.configs))
-        if number == len(self.configs):
-            self.configs.append(key)
-        return number
+        return intern(self.config_ids, self.configs, (tuple(sorted(live)), ends))
 
     def step(self, config: int, byte: int) -> int:
         """The configuration after one more byte; 0 where there is none."""
@@ -493,6 +487,14 @@ class Machine:
             ]
             after = self.steps[key] = self.config(stacks) if stacks else 0
         return after
+
+    def run(self, text: bytes, config: int) -> int:
+        """The configuration after a text; 0 where it is refused."""
+        for byte in text:
+            config = self.step(config, byte)
+            if not config:
+                break
+        return config
 
     def only(self, config: int) -> int | None:
         """The byte that must come next, if there is but one and the text cannot end."""
@@ -572,10 +574,7 @@ class Machine:
     def frontier(self, nodes: np.ndarray) -> int:
         """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
         nodes = np.unique(nodes)
-        number = self.frontier_ids.setdefault(nodes.tobytes(), len(self.frontiers))
-        if number == len(self.frontiers):
-            self.frontiers.append(nodes)
-        return number
+        return intern(self.frontier_ids, self.frontiers, nodes.tobytes(), lambda _: nodes)
 
     def walk(self, number: int, frontier: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
         """What the tokens do that are in this state at the nodes of a frontier.
@@ -746,6 +745,15 @@ class Machine:
         return found
 
 
+def intern(numbers: dict, values: list, key, make=lambda key: key) -> int:
+    """The number of a key, a new one if it has none: the place of its value in a list."""
+    number = numbers.get(key)
+    if number is None:
+        values.append(make(key))
+        number = numbers[key] = len(values) - 1  # last: an interruption leaves no wrong number
+    return number
+
+
 def chosen(found, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
     nodes, states, counts = found
     live = (lo <= counts) & (counts <= hi)
@@ -787,50 +795,62 @@ class Grammar:
     def __init__(self, vocabulary: Vocabulary, root: Rule, ignored=()):
         check(root)
         self.vocabulary, self.root, self.ignored = vocabulary, root, list(ignored)
-        if vocabulary.machine.worn:
-            vocabulary.machine = Machine(vocabulary)
-        self.machine = vocabulary.machine
-        self.start = self.machine.config([(self.machine.start(root), 0)])
+        self.machine = None
+        self.join()
 
-    def run(self, text: bytes, config: int | None = None) -> int:
-        """The configuration after a text; 0 where it is refused."""
-        config = self.start if config is None else config
-        for byte in text:
-            config = self.machine.step(config, byte)
-            if not config:
-                break
-        return config
+    def join(self) -> None:
+        """Takes the vocabulary's machine, a new one if that is worn."""
+        if self.vocabulary.machine.worn:
+            self.vocabulary.machine = Machine(self.vocabulary)
+        if self.machine is not self.vocabulary.machine:
+            self.machine = self.vocabulary.machine
+            self.start = self.machine.config([(self.machine.start(self.root), 0)])
 
     def accepts(self, text: str | bytes) -> bool:
         """Whether the whole text is in the grammar."""
+        self.join()
         text = text.encode() if isinstance(text, str) else text
-        return self.machine.configs[self.run(text)][1]
+        return self.machine.configs[self.machine.run(text, self.start)][1]
 
-    def matcher(self) -> "Matcher":
-        return Matcher(self)
+    def matcher(self, stop_ids=()) -> "Matcher":
+        """A new text. stop_ids: more ids that may end it, beside the vocabulary's."""
+        self.join()
+        return Matcher(self, stop_ids)
 
 
 class Matcher:
     """One text on its way through a grammar: the configurations after each of its tokens."""
 
-    def __init__(self, grammar: Grammar):
-        self.grammar = grammar
+    def __init__(self, grammar: Grammar, stop_ids=()):
+        self.machine, self.vocabulary = grammar.machine, grammar.vocabulary
         self.history = [grammar.start]  # 0 after a stop id
+        self.stop_ids = self.vocabulary.stop_ids.union(stop_ids)
+        self.more = None
+        if self.stop_ids != self.vocabulary.stop_ids:
+            self.more = self.vocabulary.pack(np.array(sorted(self.stop_ids), np.int64), same=False)
+
+    @property
+    def ends(self) -> bool:
+        """The text may end here."""
+        return self.machine.configs[self.history[-1]][1]
 
     def mask(self) -> np.ndarray:
         """The ids that may come next (words,) int32: bit i of word w is id 32 * w + i."""
-        return self.grammar.machine.mask(self.history[-1])
+        mask = self.machine.mask(self.history[-1])
+        if self.more is None:
+            return mask
+        return mask | self.more if self.ends else mask & ~self.more
 
     def accept(self, token: int) -> bool:
         """Takes a token, if it is allowed; else nothing changes."""
-        vocabulary, config = self.grammar.vocabulary, self.history[-1]
-        if not 0 <= token < len(vocabulary.tokens):
+        if not 0 <= token < len(self.vocabulary.tokens):
             return False
-        if token in vocabulary.stop_ids:
-            after, allowed = 0, self.grammar.machine.configs[config][1]
+        if token in self.stop_ids:
+            after, allowed = 0, self.ends
         else:
-            after = self.grammar.run(vocabulary.tokens[token] or b"", config)
-            allowed = after and vocabulary.tokens[token]
+            text = self.vocabulary.tokens[token] or b""
+            after = self.machine.run(text, self.history[-1])
+            allowed = after and text
         if allowed:
             self.history.append(after)
         return bool(allowed)
@@ -844,7 +864,7 @@ class Matcher:
     @property
     def finished(self) -> bool:
         """A stop id was taken, or the text may end and nothing can follow."""
-        stacks, _ = self.grammar.machine.configs[self.history[-1]]
+        stacks, _ = self.machine.configs[self.history[-1]]
         return not stacks
 
     def forced(self, encode) -> list[int]:
@@ -854,21 +874,22 @@ class Matcher:
         token that is allowed too would span the end, as the tokenizer would choose it. A text
         that may end here is not forced to go on. llguidance calls this fast-forward tokens.
         """
-        machine, tokens = self.grammar.machine, self.grammar.vocabulary.tokens
+        machine, tokens = self.machine, self.vocabulary.tokens
         config, text = self.history[-1], bytearray()
         while len(text) < FORCED and (byte := machine.only(config)) is not None:
             text.append(byte)
             config = machine.step(config, byte)
-        whole = text.decode(errors="ignore")  # a character that is cut off at the end is left out
+        try:
+            whole = text.decode()
+        except UnicodeDecodeError as error:  # cut off within a character, at the end or before
+            whole = text[: error.start].decode()
         ids = list(encode(whole)) if whole else []
         if b"".join(tokens[i] or b"" for i in ids) != whole.encode():
             return []  # a tokenizer that adds to the text
         for cut in range(max(len(ids) - HEALED, 0), len(ids)):
             head = b"".join(tokens[i] for i in ids[:cut])
             tail = whole.encode()[len(head) :]
-            if machine.extends(
-                tail, self.grammar.run(tail, self.grammar.run(head, self.history[-1]))
-            ):
+            if machine.extends(tail, machine.run(whole.encode(), self.history[-1])):
                 return ids[:cut]
         return ids
 
@@ -1040,3 +1061,239 @@ def spell(node: Node, json: bool = False) -> Node:
 def parse_gbnf(text: str) -> Rule:
     """A grammar in llama.cpp's notation as its rule `root`."""
     return Rule("root", EMPTY)
+
+
+# ---------------------------------------------------------------- the experiment
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+TEXT = '{"name":"Zoë","age":36}'
+WORDS = ['{"', '":', '":"', '","', '"}', "na", "name", "age", "ge", "oe", "Zo", "36", "6}", "true"]
+ASCII = [bytes([b]) for b in range(32, 127)]
+
+
+def shown(lo: int, hi: int) -> str:
+    """Bytes as people read them: a, 0-9, \\n, \\xc3."""
+    ends = [
+        chr(b) if 32 < b < 127 else "space" if b == 32 else repr(bytes([b]))[2:-1] for b in (lo, hi)
+    ]
+    return ends[0] if lo == hi else "-".join(ends)
+
+
+def expected(grammar: Grammar, config: int) -> str:
+    """What may come next, in bytes."""
+    machine = grammar.machine
+    stacks, ends = machine.configs[config]
+    ranges = [edge for number, _ in stacks for edge in machine.look(number).edges]
+    joined: list[list[int]] = []
+    for lo, hi, _ in split(ranges):
+        if joined and joined[-1][1] == lo - 1:
+            joined[-1][1] = hi
+        else:
+            joined.append([lo, hi])
+    return ", ".join([shown(lo, hi) for lo, hi in joined] + ["the end"] * ends)
+
+
+def bytes_only() -> Vocabulary:
+    return Vocabulary([*(bytes([b]) for b in range(256)), None], [256])
+
+
+def explain(grammar: Grammar, text: str) -> tuple[str, bool]:
+    """Whether a text is in the grammar, and what is wrong with the first byte that is not."""
+    config, data = grammar.start, text.encode()
+    for at, byte in enumerate(data):
+        after = grammar.machine.step(config, byte)
+        if not after:
+            before = data[:at].decode(errors="replace")
+            wrong = f"refused at byte {at}: {shown(byte, byte)}, after {before[-60:]!r}"
+            return f"{wrong}\nexpected: {expected(grammar, config)}", False
+        config = after
+    if grammar.machine.configs[config][1]:
+        return f"accepted, {len(data)} bytes", True
+    return f"not finished after {len(data)} bytes\nexpected: {expected(grammar, config)}", False
+
+
+def draw(machine: Machine, rule: Rule) -> list[str]:
+    """A rule's automaton, a line for each way from one fork to the next."""
+    names, lines, todo = {}, [], [machine.start(rule)]
+
+    def name(number: int) -> str:
+        state = machine.look(number)
+        if not state.edges and not state.calls:
+            return "end"
+        if number not in names:
+            names[number] = len(names) + 1
+            todo.append(number)
+        return f"{names[number]}" + " or end" * state.accepts
+
+    def ways(number: int) -> list[tuple[str, int]]:
+        state, found = machine.look(number), {}
+        for lo, hi, then in state.edges:
+            found.setdefault(then, []).append(shown(lo, hi))
+        calls = sorted((f" [{callee.name}] ", then) for callee, then in state.calls)
+        return [("|".join(texts), then) for then, texts in found.items()] + calls
+
+    name(todo.pop())
+    for number in todo:
+        for text, then in ways(number):
+            while len(onward := ways(then)) == 1 and not machine.look(then).accepts:
+                more, then = onward[0]
+                text += more
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            lines.append(f"{rule.name:<10} {names[number]:>3}  {text:<60} -> {name(then)}")
+    return lines
+
+
+def picture(text: str) -> str:
+    vocabulary = Vocabulary([*ASCII, *(word.encode() for word in WORDS), None], [109])
+    grammar = compile(vocabulary, json_schema=SCHEMA, whitespace="compact")
+    lines = [f"schema   {json.dumps(SCHEMA)}", "", "The rules: bytes read, [rules called]"]
+    for rule in reversed(reachable(grammar.root)):
+        lines += draw(grammar.machine, rule)
+    lines += ["", f"The legal tokens, of {len(vocabulary.tokens) - 1}, before each token of {text}"]
+    matcher, data = grammar.matcher(), text.encode()
+    while True:
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        ids = [i for i in np.flatnonzero(bits).tolist() if i not in vocabulary.stop_ids]
+        ids.sort(key=lambda i: (-len(vocabulary.tokens[i]), i))
+        legal = " ".join(vocabulary.tokens[i].decode() for i in ids[:12])
+        legal += f" and {len(ids) - 12} more" if len(ids) > 12 else ""
+        token = next((i for i in ids if data.startswith(vocabulary.tokens[i])), None)
+        taken = "" if token is None else vocabulary.tokens[token].decode()
+        lines.append(f"{taken or '(stop)':<8} {len(ids):>4}  {legal}")
+        if token is None:
+            return "\n".join(lines)
+        matcher.accept(token)
+        data = data[len(vocabulary.tokens[token]) :]
+
+
+BENCH = {
+    "anything": (True, '{"title": "On floating bodies", "pages": [1, 2.5, null], "new": true}'),
+    "person": (
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 40},
+                "age": {"type": "integer", "minimum": 0, "maximum": 130},
+                "born": {"type": "string", "format": "date"},
+                "tags": {"type": "array", "items": {"enum": ["staff", "guest"]}, "maxItems": 4},
+            },
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+        '{"name": "Ada Lovelace", "age": 36, "born": "1815-12-10", "tags": ["guest", "staff"]}',
+    ),
+    "tool call": (
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"tool": {"const": tool}, "query": {"type": "string"}},
+                    "required": ["tool", "query"],
+                    "additionalProperties": False,
+                }
+                for tool in ("search", "weather", "calculator")
+            ]
+        },
+        '{"tool": "weather", "query": "Is it raining in Syracuse?"}',
+    ),
+    "pattern": (
+        {"type": "string", "pattern": "^[A-Z]{2,3}-[0-9]{4,9}$"},
+        '"ABC-1234567"',
+    ),
+}
+
+
+def standard_words(most: int) -> list[bytes]:
+    """A vocabulary to time with: all bytes, and the most frequent pieces of Python's own source."""
+    import re
+    from collections import Counter
+
+    counts = Counter()
+    for path in sorted(Path(json.__file__).parents[1].glob("*.py")):
+        text = path.read_bytes()
+        counts.update(re.findall(rb" ?[A-Za-z]+|\d{1,3}| ?[^\sA-Za-z0-9]+|\s+", text))
+    singles = [bytes([b]) for b in range(256)]
+    pieces = [piece for piece, _ in counts.most_common(most) if 1 < len(piece) <= 64]
+    return singles + pieces[: most - 256]
+
+
+def cut(vocabulary: Vocabulary, text: bytes) -> list[int]:
+    """A text as the longest token each time."""
+    ids, node, best = [], 0, (-1, 0)
+    start = at = 0
+    while start < len(text):
+        node = vocabulary.children.get(node << 8 | text[at]) if at < len(text) else None
+        at += 1
+        if node and vocabulary.token[node] >= 0:
+            best = int(vocabulary.token[node]), at
+        if not node:
+            ids.append(best[0])
+            start = at = best[1]
+            node = 0
+    return ids
+
+
+def bench() -> str:
+    """Compile and mask times, this process alone."""
+    begun = time.perf_counter()
+    tokens = standard_words(32_000)
+    built = time.perf_counter()
+    vocabulary = Vocabulary([*tokens, None], [len(tokens)])
+    taken = time.perf_counter() - built
+    lines = [
+        f"{len(tokens):,} tokens out of Python's source: trie built in {taken * 1e3:.0f} ms",
+        "",
+    ]
+    lines += ["             compile   masks of the first request    of the third"]
+    lines += ["                  ms     mean us      max us           mean us"]
+    for name, (schema, text) in BENCH.items():
+        begun = time.perf_counter()
+        grammar = compile(vocabulary, json_schema=schema)
+        compiled, rounds = time.perf_counter() - begun, []
+        for _ in range(3):
+            matcher, times = grammar.matcher(), []
+            for token in cut(vocabulary, text.encode()):
+                begun = time.perf_counter()
+                matcher.mask()
+                times.append((time.perf_counter() - begun) * 1e6)
+                assert matcher.accept(token), f"{name} refuses its text"
+            rounds.append(times)
+        first, third = rounds[0], rounds[-1]
+        mean = sum(first) / len(first)
+        lines.append(
+            f"{name:<12}{compiled * 1e3:8.2f}{mean:12.0f}{max(first):12.0f}"
+            f"{sum(third) / len(third):18.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Compile a grammar, and see what it allows.")
+    parser.add_argument("--schema", metavar="FILE", help="a JSON Schema, for --text")
+    parser.add_argument("--text", help="which byte of this text is refused first, and what was due")
+    parser.add_argument("--bench", action="store_true", help="time compilation and masks")
+    args = parser.parse_args()
+    if (args.schema is None) != (args.text is None):
+        parser.error("--schema and --text go together")
+    if args.text is None:
+        print(bench() if args.bench else picture(TEXT))
+        return 0
+    try:
+        schema = Path(args.schema).read_text()
+        words, accepted = explain(compile(bytes_only(), json_schema=schema), args.text)
+    except (OSError, UnicodeDecodeError, SchemaError) as error:
+        print(f"{args.schema}: {error}", file=sys.stderr)
+        return 2
+    print(words)
+    return 0 if accepted else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

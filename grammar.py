@@ -74,15 +74,15 @@ class Vocabulary:
         if outside:
             raise ValueError(f"stop id {outside[0]} is not below {len(self.tokens)}, the ids")
         self.words = -(-len(self.tokens) // 32)
-        first: dict[bytes, int] = {}
+        texts: dict[bytes, int] = {}
+        twins = []  # ids of bytes that an earlier id has too
         for i, token in enumerate(self.tokens):
-            if token and i not in self.stop_ids:
-                first.setdefault(token, i)
-        self.longest = max(map(len, first), default=0)  # bytes
-        self._build(sorted(first), first)
-        same = [(i, first[t]) for i, t in enumerate(self.tokens) if t and first.get(t, i) != i]
-        same = [(i, j) for i, j in same if i not in self.stop_ids]
-        self.same = np.array(same, np.int64).reshape(-1, 2)  # ids of equal bytes, and the first
+            if token and i not in self.stop_ids and texts.setdefault(token, i) != i:
+                twins.append(i)
+        self.twins = np.array(twins, np.int64)
+        self.longest = max(map(len, texts), default=0)  # bytes
+        self._build(sorted(texts), texts)
+        self.node[self.twins] = self.node[[texts[self.tokens[i]] for i in twins]]
         self.children = {
             parent << 8 | byte: node
             for node, (parent, byte) in enumerate(zip(self.parent.tolist(), self.byte.tolist()))
@@ -91,7 +91,7 @@ class Vocabulary:
         self.inner = (self.count > 0).tolist()
         self.machine = Machine(self)
 
-    def _build(self, texts: list[bytes], first: dict[bytes, int]) -> None:
+    def _build(self, texts: list[bytes], ids: dict[bytes, int]) -> None:
         """Nodes in breadth-first order: the children of a node lie next to each other."""
         lengths = np.array([len(t) for t in texts], np.int64)
         flat = b"".join(t.ljust(self.longest, b"\0") for t in texts)
@@ -116,17 +116,20 @@ class Vocabulary:
             self.levels.append(total)
         self.parent = np.concatenate(parents)
         self.byte = np.concatenate(values).astype(np.int64)
-        self.token = np.full(total, -1, np.int64)  # id that ends at a node
-        self.token[node] = [first[t] for t in texts]
+        self.token = np.full(total, -1, np.int64)  # an id that ends at a node
+        self.token[node] = [ids[text] for text in texts]
+        self.node = np.zeros(len(self.tokens), np.int64)  # where each id ends; 0: it is not there
+        self.node[self.token[node]] = node
         self.count = np.bincount(self.parent[1:], minlength=total)  # children
+        self.onward = np.where(self.count > 0, 3, 0).astype(np.uint8)
         self.first = 1 + np.cumsum(self.count) - self.count  # the first child
 
-    def pack(self, ids: np.ndarray, same: bool = True) -> np.ndarray:
-        """Ids as bits (words,) int32: bit i of word w is id 32 * w + i."""
+    def pack(self, nodes: np.ndarray) -> np.ndarray:
+        """The ids of these nodes as bits (words,) int32: bit i of word w is id 32 * w + i."""
+        ids = self.token[nodes]
         allowed = np.zeros(len(self.tokens), bool)
-        allowed[ids] = True
-        if same and len(self.same):
-            allowed[self.same[:, 0]] = allowed[self.same[:, 1]]
+        allowed[ids[ids >= 0]] = True
+        allowed[self.twins] = allowed[self.token[self.node[self.twins]]]
         return self.bits(allowed)
 
     def bits(self, allowed: np.ndarray) -> np.ndarray:
@@ -134,13 +137,11 @@ class Vocabulary:
         packed = np.packbits(allowed, bitorder="little")
         return np.pad(packed, (0, 4 * self.words - len(packed))).view(np.int32)
 
-    def by_id(self, nodes: np.ndarray, values: np.ndarray, other: int) -> np.ndarray:
-        """values of nodes as one for each id (V,); other for the ids that end elsewhere."""
-        ids = self.token[nodes]
-        found = np.full(len(self.tokens), other)
-        found[ids[ids >= 0]] = values[ids >= 0]
-        found[self.same[:, 0]] = found[self.same[:, 1]]
-        return found
+    def stops(self, ids) -> np.ndarray:
+        """Ids, whatever their bytes, as bits."""
+        allowed = np.zeros(len(self.tokens), bool)
+        allowed[list(ids)] = True
+        return self.bits(allowed)
 
 
 # ---------------------------------------------------------------- expressions: sets of texts
@@ -397,7 +398,7 @@ class Machine:
         self.homes: dict[int, list | None] = {}  # see `within`
         self.sweeps: dict[tuple, tuple] = {}  # see `sweep_counted`
         self.clamped: dict[int, int] = {}  # state -> state of the same walk
-        self.stop = vocabulary.pack(np.array(sorted(vocabulary.stop_ids), np.int64))
+        self.stop = vocabulary.stops(vocabulary.stop_ids)
         self.none = np.zeros(vocabulary.words, np.int32)
 
     @property
@@ -586,35 +587,31 @@ class Machine:
         found = self.walks.get((number, frontier))
         if found is not None:
             return found
+        v = self.vocabulary
         counted = None if frontier else self.counted(number)
         if counted:
             home, lo, hi = counted
             rooms, _, tail = self.sweep_counted(home, 0)
             nodes, states = chosen(tail, lo, hi)
-            inside, ends, calls = self.summary(nodes, states)
-            found = inside | self.vocabulary.bits(rooms <= hi), ends, calls
+            inside = v.bits(rooms <= hi) | v.pack(nodes)
+        elif not frontier and self.look(number).wide:
+            states, _ = self.sweep_all(number)
+            inside = v.bits(states[v.node] > 0)
+            nodes = np.flatnonzero(self.flags[states] & v.onward)
+            states = states[nodes]
         else:
             nodes, states = self.below(number, frontier)
-            if frontier:  # here, other than at the root, a token may end or call
+            inside = v.pack(nodes)
+            if frontier:  # here, other than at the root, a rule may end or call
                 start = self.frontiers[frontier]
                 nodes = np.concatenate([start, nodes])
                 states = np.concatenate([np.full(len(start), number), states])
-            found = self.summary(nodes, states, len(start) if frontier else 0)
-        return keep(self.walks, (number, frontier), found)
-
-    def summary(self, nodes: np.ndarray, states: np.ndarray, skip: int = 0):
-        """What `walk` returns, of the nodes reached; the first `skip` are where it began."""
-        v = self.vocabulary
-        ids = v.token[nodes[skip:]]
-        inside = v.pack(ids[ids >= 0])
-        onward = v.count[nodes] > 0
-        nodes, states = nodes[onward], states[onward]
-        flags = self.flags[states]
+        flags = self.flags[states] & v.onward[nodes]
         at = nodes[flags & 1 > 0]
         ends = self.frontier(at) if len(at) else 0
-        callers = states[flags & 2 > 0]
-        calls = [(n, self.frontier(nodes[states == n])) for n in np.unique(callers).tolist()]
-        return inside, ends, calls
+        callers, at = states[flags & 2 > 0], nodes[flags & 2 > 0]
+        calls = [(n, self.frontier(at[callers == n])) for n in np.unique(callers).tolist()]
+        return keep(self.walks, (number, frontier), (inside, ends, calls))
 
     def below(self, number: int, frontier: int) -> tuple[np.ndarray, np.ndarray]:
         """All (node, state) below the nodes of a frontier that are in this state."""
@@ -648,8 +645,10 @@ class Machine:
 
     def sweep(self, number: int, frontier: int, count: bool = False):
         """`below` level by level; and how often each node's path was in the state again."""
-        if frontier == 0:
-            return self.sweep_all(number, count)
+        if not frontier:
+            states, counts = self.sweep_all(number, count)
+            nodes = np.flatnonzero(states)
+            return nodes, states[nodes], counts[nodes]
         v, found = self.vocabulary, []
         nodes = self.frontiers[frontier]
         states, counts = np.full(len(nodes), number), np.zeros(len(nodes), np.int64)
@@ -671,8 +670,8 @@ class Machine:
         empty = np.zeros(0, np.int64)
         return [np.concatenate(parts) for parts in zip(*found)] if found else [empty] * 3
 
-    def sweep_all(self, number: int, count: bool):
-        """`sweep` from the root: whole levels of the trie, without a list of who is alive."""
+    def sweep_all(self, number: int, count: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """`sweep` from the root, as a state for each node of the trie: 0 where there is none."""
         v, table = self.vocabulary, self.table.ravel()
         states, counts = np.zeros(len(v.parent), np.int32), np.zeros(len(v.parent), np.int32)
         states[0] = number
@@ -684,8 +683,8 @@ class Machine:
             table.take(above, out=states[a:b])
             if count:
                 counts[a:b] = counts[v.parent[a:b]] + (states[a:b] == number)
-        nodes = np.flatnonzero(states)[1:]
-        return nodes, states[nodes], counts[nodes]
+        states[0] = 0
+        return states, counts
 
     def counted(self, number: int) -> tuple[int, int, int] | None:
         """For a state "lo to hi times a character, then a rest": the state without the counts.
@@ -740,8 +739,9 @@ class Machine:
             kind = kind[states]
             found = nodes, states, counts + (kind == 1)
             inner, tail = ([array[part] for array in found] for part in (kind < 2, kind == 2))
-            rooms = self.vocabulary.by_id(inner[0], inner[2], INFINITE) if frontier == 0 else None
-            found = self.sweeps[home, frontier] = rooms, inner, tail
+            rooms = np.full(len(self.vocabulary.parent), INFINITE + 1, np.int32)
+            rooms[inner[0]] = inner[2]
+            found = self.sweeps[home, frontier] = rooms[self.vocabulary.node], inner, tail
         return found
 
 
@@ -827,7 +827,7 @@ class Matcher:
         self.stop_ids = self.vocabulary.stop_ids.union(stop_ids)
         self.more = None
         if self.stop_ids != self.vocabulary.stop_ids:
-            self.more = self.vocabulary.pack(np.array(sorted(self.stop_ids), np.int64), same=False)
+            self.more = self.vocabulary.stops(self.stop_ids)
 
     @property
     def ends(self) -> bool:

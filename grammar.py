@@ -134,8 +134,9 @@ class Vocabulary:
 
     def bits(self, allowed: np.ndarray) -> np.ndarray:
         """A bool for each id (V,) as bits (words,) int32."""
-        packed = np.packbits(allowed, bitorder="little")
-        return np.pad(packed, (0, 4 * self.words - len(packed))).view(np.int32)
+        packed = np.zeros(4 * self.words, np.uint8)
+        packed[: -(-len(allowed) // 8)] = np.packbits(allowed, bitorder="little")
+        return packed.view(np.int32)
 
     def stops(self, ids) -> np.ndarray:
         """Ids, whatever their bytes, as bits."""

@@ -697,11 +697,11 @@ class Machine:
         rest = next(iter(rests), None)
         if len(rests) != 1 or type(rest) is not Seq or type(rest.key[0]) is not Repeat:
             return None
-        what, lo, hi = rest.key[0].key
-        if (lo, hi) == (0, None) or rest.calls or rest.key[1].null:
+        if rest.calls or rest.key[1].null or not self.look(number).wide:
             return None
+        what, lo, hi = rest.key[0].key
         home = self.state([seq(repeat(what), rest.key[1])])
-        return (home, lo, INFINITE if hi is None else hi) if self.within(home) is not None else None
+        return None if self.within(home) is None else (home, lo, INFINITE if hi is None else hi)
 
     def within(self, home: int) -> list[int] | None:
         """The states inside a character of a repetition; None if a text can be read in two ways."""

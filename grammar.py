@@ -30,9 +30,12 @@ Imports       nothing of ours; numpy.
 """
 
 import json
+import re
 import sys
-import time
+import unicodedata
+from functools import cache, lru_cache
 from pathlib import Path
+from time import perf_counter
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -44,6 +47,9 @@ MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level
 INFINITE = 1 << 30  # characters
 COMPILE_S = 2.0  # longest compilation
+DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
+CELLS = 1 << 25  # bytes of a table of lengths
+NESTED = 64  # groups
 
 
 class SchemaError(ValueError):
@@ -1010,7 +1016,22 @@ def compile(
     whitespace, in JSON: "compact" none, "default" at most a space, or a newline and 20 blanks,
     between tokens, "any" any.
     """
-    return Grammar(vocabulary, Rule("choice", alt(*(literal(c) for c in choice))))
+    if regex is not None:
+        root = Rule("regex", spell(parse_regex(regex)))
+    elif choice is not None:
+        root = Rule("choice", choices(choice))
+    elif grammar is not None:
+        root = parse_gbnf(grammar)
+    return Grammar(vocabulary, root)
+
+
+def choices(choice) -> Node:
+    if isinstance(choice, str) or not choice or not all(isinstance(c, str) for c in choice):
+        raise SchemaError("choice", "", "a list of texts is needed, not empty")
+    try:
+        return alt(*(literal(c) for c in choice))
+    except UnicodeEncodeError:
+        raise SchemaError("choice", "", "half of a surrogate pair in a text") from None
 
 
 # ---------------------------------------------------------------- JSON Schema
@@ -1030,38 +1051,781 @@ def number(lo=None, hi=None, lo_open=False, hi_open=False, integer=False, multip
 def string(lo: int = 0, hi: int | None = None, patterns: list[Node] = ()) -> Node:
     """JSON strings, with their quotes, of lo to hi characters that match all patterns.
 
-    patterns: sets of texts over code points, as `parse_regex` makes them.
+    patterns: sets of texts over code points, as `parse_regex` makes them. A character counts as
+    one however it is spelled; those that a pattern asks for are spelled in one way, see `char`.
+    EMPTY where there is no such string.
     """
-    return EMPTY
+    patterns = tuple(p for p in dict.fromkeys(patterns) if p is not ALL)
+    if not patterns:
+        return quoted(CHAR, lo, hi)
+    if len(patterns) == 1 and type(patterns[0]) is Repeat and one_character(patterns[0].key[0]):
+        what, least, most = patterns[0].key  # [a-z]{2,20}: the counts meet
+        most = min((n for n in (hi, most) if n is not None), default=None)
+        return quoted(spell(what, json=True), max(lo, least), most)
+    if len(patterns) == 1 and (lo, hi) == (0, None):
+        return quoted(spell(patterns[0], json=True))
+    return quoted(both(patterns).text(0, lo, hi))
+
+
+def quoted(node: Node, lo: int = 1, hi: int | None = 1) -> Node:
+    return EMPTY if hi is not None and lo > hi else seq(QUOTE, repeat(node, lo, hi), QUOTE)
+
+
+def one_character(node: Node) -> bool:
+    return all(type(n) is Symbol for n in (node.key if type(node) is Alt else [node]))
 
 
 def keys(names: list[str], patterns: list[Node] = ()) -> list[tuple[frozenset, Node]]:
-    """JSON strings other than the names, by the set of (indices of) patterns that they match."""
-    return []
+    """JSON strings other than the names, by the set of (indices of) patterns that they match.
+
+    Each character is spelled in one way, so that no name comes back as an escape. Where a name is
+    complete, neither its quote nor a backslash may follow: a model that writes a name in the
+    wrong place can then only make it longer, not escape the quote that it wanted.
+
+    Example: keys(["ab"], [parse_regex("^a", search=True)]) -> [({}, "", "b", "ba", ...),
+    ({0}, "a", "abc", ...)]
+    """
+    if not patterns:
+        return [(frozenset(), quoted(other(names)))]
+    spelled = [seq(*(Symbol(ord(c), ord(c)) for c in name)) for name in dict.fromkeys(names)]
+    moves, states = determine((*patterns, *spelled, ALL), every=False)
+    matched = [{i for i, rest in state if rest.null} for state in states]
+    for number, found in enumerate(matched):
+        if any(len(patterns) <= i < len(patterns) + len(spelled) for i in found):
+            moves[number] = [(minus(ranges, ESCAPED), then) for ranges, then in moves[number]]
+            found.clear()
+            found.add(None)  # no set of patterns
+    sets = [frozenset(found - {len(patterns) + len(spelled)}) for found in matched]
+    groups = []
+    for which in dict.fromkeys(s for s in sets if None not in s):
+        text = Dfa(moves, [s == which for s in sets], char(ANY, json=True)).text(0, 0)
+        if text is not EMPTY:
+            groups.append((which, quoted(text)))
+    return groups
+
+
+class Other(Node):
+    """Texts in a JSON string that are none of these, which begin with what was read so far."""
+
+    def set(self, *names):
+        self.null = "" not in names
+
+    def begin(self):
+        after: dict[str, list[str]] = {}
+        for name in self.key:
+            if name:
+                after.setdefault(name[0], []).append(name[1:])
+        taken = [(ord(c), ord(c)) for c in after]
+        free = minus(ANY, taken if self.null else [*taken, *ESCAPED])
+        paths = [(free, other(()))]
+        paths += [(((ord(c), ord(c)),), other(names)) for c, names in after.items()]
+        for ranges, rest in paths:
+            for lo, hi, more in char(ranges, json=True).first():
+                yield lo, hi, seq(more, rest)
+
+
+def other(names) -> Node:
+    return Other(*sorted(set(names))) if names else repeat(char(ANY, json=True))
+
+
+class Dfa:
+    """Patterns as a finite automaton over code points; states are numbers, 0 is the first.
+
+    moves: for each state [(ranges, next state)]. ends: whether a text may end in it. wild: the node
+    of any character, for states from which all texts are good.
+
+    A length bound asks: from this state, does a text of k characters end for some k in need..left?
+    The set of states from which one of exactly k ends follows from the set for k - 1, so the sets
+    repeat after `start` with a `period`; one table of them answers for every length.
+
+    Example: (ab)* has states 0, 1 and the sets {0}, {1}, {0}, ...: start 0, period 2
+    """
+
+    def __init__(self, moves: list[list], ends: list[bool], wild: Node):
+        self.moves, self.ends, self.wild = moves, ends, wild
+        self.free = {s for s, move in enumerate(moves) if ends[s] and move == [(ANY, s)]}
+        arrows = [(s, then) for s, move in enumerate(moves) for _, then in move]
+        source, target = np.array(arrows, np.int64).reshape(-1, 2).T
+        sets, seen, now = [], {}, np.array(ends)
+        limit = CELLS // len(moves)
+        while seen.setdefault(now.tobytes(), len(sets)) == len(sets):
+            sets.append(now)
+            if len(sets) > limit:
+                raise SchemaError("#", "pattern", "its lengths need too large a table")
+            now = np.zeros(len(moves), bool)
+            now[source[sets[-1][target]]] = True
+        self.start = seen[now.tobytes()]
+        self.period = len(sets) - self.start
+        self.table = np.ascontiguousarray(np.array(sets).T)  # (states, start + period)
+
+    def shortest(self, state: int, need: int) -> int | None:
+        """The least number of characters, `need` or more, after which a text ends."""
+        row = self.table[state]
+        at = need if need < self.start else self.start + (need - self.start) % self.period
+        for begin, skipped in ((at, -at), (self.start, len(row) - at - self.start)):
+            found = begin + int(row[begin:].argmax())
+            if row[found]:
+                return need + found + skipped
+        return None
+
+    def text(self, state: int, need: int, left: int | None = None) -> Node:
+        """The texts from a state on, of `need` to `left` characters."""
+        length = self.shortest(state, need)
+        if length is None or left is not None and length > left:
+            return EMPTY
+        return (
+            repeat(self.wild, need, left) if state in self.free else Text(self, state, need, left)
+        )
+
+
+class Text(Node):
+    """The texts that a Dfa reads from a state, of `need` to `left` more characters, in JSON."""
+
+    def set(self, dfa, state, need, left):
+        self.null = not need and dfa.ends[state]
+
+    def begin(self):
+        dfa, state, need, left = self.key
+        for ranges, then in dfa.moves[state]:
+            rest = dfa.text(then, max(need - 1, 0), left if left is None else left - 1)
+            if rest is not EMPTY:
+                for lo, hi, more in char(ranges, json=True).first():
+                    yield lo, hi, seq(more, rest)
+
+    def clamp(self, longest):
+        dfa, state, need, left = self.key
+        if dfa.period > 1:
+            return self
+        most = longest + dfa.start + 1  # from here on all lengths are possible, or none
+        far = left is not None and left > most
+        return Text(dfa, state, min(need, most), None if far else left)
+
+
+@lru_cache(256)
+def both(patterns: tuple[Node, ...]) -> Dfa:
+    """The texts that match all patterns."""
+    moves, states = determine(patterns, every=True)
+    ends = [len({i for i, rest in state if rest.null}) == len(patterns) for state in states]
+    return Dfa(moves, ends, CHAR)
+
+
+def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list[frozenset]]:
+    """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest).
+
+    every: texts that are out of one pattern are out.
+    """
+    start = frozenset(enumerate(patterns))
+    numbers, states, moves = {start: 0}, [start], []
+    limit = perf_counter() + COMPILE_S
+    for state in states:  # grows on the way
+        found: dict[int, list] = {}
+        edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
+        for lo, hi, then in split(edges):
+            full = {i for i, rest in then if rest is ALL}
+            then = frozenset((i, rest) for i, rest in then if rest is ALL or i not in full)
+            if every and len({i for i, _ in then}) < len(patterns):
+                continue
+            number = numbers.setdefault(then, len(states))
+            if number == len(states):
+                states.append(then)
+            found.setdefault(number, []).append((lo, hi))
+        moves.append([(merged(ranges), number) for number, ranges in found.items()])
+        if len(states) > DFA_STATES or perf_counter() > limit:
+            reason = f"with lengths or other patterns it needs more than {DFA_STATES} states"
+            late = f"with lengths or other patterns it takes more than {COMPILE_S} s"
+            raise SchemaError("#", "pattern", reason if len(states) > DFA_STATES else late)
+    return moves, states
+
+
+# ---------------------------------------------------------------- characters as bytes
+
+
+def merged(ranges) -> tuple[tuple[int, int], ...]:
+    """The same code points in order, in the fewest ranges."""
+    done: list[tuple[int, int]] = []
+    for lo, hi in sorted(ranges):
+        if done and lo <= done[-1][1] + 1:
+            done[-1] = done[-1][0], max(hi, done[-1][1])
+        else:
+            done.append((lo, hi))
+    return tuple(done)
+
+
+def inverse(ranges) -> tuple[tuple[int, int], ...]:
+    """All other numbers up to the last code point."""
+    done, begin = [], 0
+    for lo, hi in [*merged(ranges), (LAST + 1, LAST + 1)]:
+        if begin < lo:
+            done.append((begin, lo - 1))
+        begin = hi + 1
+    return tuple(done)
+
+
+def minus(ranges, others) -> tuple[tuple[int, int], ...]:
+    """The code points of the ranges that are not in the others."""
+    return inverse([*inverse(ranges), *others])
+
+
+def spell(node: Node, json: bool = False) -> Node:
+    """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
+    if type(node) is Seq:
+        done, run = [], ""
+        for part in [*node.parts(), NOTHING]:
+            if type(part) is Symbol and part.key[0] == part.key[1]:
+                run += chr(part.key[0])
+            else:
+                done += [literal(escape(run) if json else run), spell(part, json)]
+                run = ""
+        return seq(*done)
+    if type(node) in (Symbol, Alt):
+        options = node.key if type(node) is Alt else [node]
+        ranges = merged(o.key for o in options if type(o) is Symbol)
+        one = CHAR if json and ranges == ANY else char(ranges, json)
+        return alt(one, *(spell(o, json) for o in options if type(o) is not Symbol))
+    if type(node) is Repeat:
+        what, lo, hi = node.key
+        return repeat(spell(what, json), lo, hi)
+    return node
+
+
+@lru_cache(1 << 14)
+def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
+    """One of these code points in UTF-8.
+
+    In JSON each is spelled in one way: a quote, a backslash and controls with the short escape
+    or else four digits in lower case, all others raw.
+    """
+    if not json:
+        return utf8(ranges)
+    escapes = [
+        escape(chr(c)).encode()
+        for lo, hi in minus(ESCAPED, inverse(ranges))
+        for c in range(lo, hi + 1)
+    ]
+    return alt(utf8(minus(ranges, ESCAPED)), texts(escapes))
+
+
+def escape(text: str) -> str:
+    """The text as it stands between quotes in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def utf8(ranges) -> Node:
+    """One of these code points as 1 to 4 bytes.
+
+    Example: 0x7f-0x80 -> 7f | c2 80; 0x800-0xffff -> e0 a0-bf 80-bf | e1-ef 80-bf 80-bf
+    """
+    options, begin = [], 0
+    for more, (lead, end) in enumerate(
+        [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
+    ):
+        some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
+        options.append(digits([(lo, hi) for lo, hi in some if lo <= hi], more, lead))
+        begin = end
+    return alt(*options)
+
+
+def digits(ranges, more: int, lead: int) -> Node:
+    """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
+    if not more:
+        return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
+    size = 1 << 6 * more
+    edges, parts = [], {}
+    for lo, hi in ranges:
+        first, last = lo // size, hi // size
+        if first == last or lo % size:
+            parts.setdefault(first, []).append((lo % size, min(hi - first * size, size - 1)))
+            first += 1
+        if first <= last and hi % size < size - 1:
+            parts.setdefault(last, []).append((0, hi % size))
+            last -= 1
+        if first <= last:
+            edges.append((lead + first, lead + last, digits([(0, size - 1)], more - 1, 0x80)))
+    edges += [(lead + n, lead + n, digits(part, more - 1, 0x80)) for n, part in parts.items()]
+    return forks(edges)
+
+
+def texts(options: list[bytes]) -> Node:
+    """One of several texts, each beginning written once."""
+    after: dict[int, list[bytes]] = {}
+    for option in options:
+        if option:
+            after.setdefault(option[0], []).append(option[1:])
+    ends = NOTHING if b"" in options else EMPTY
+    return alt(ends, forks([(byte, byte, texts(rests)) for byte, rests in after.items()]))
+
+
+def forks(edges: list[tuple[int, int, Node]]) -> Node:
+    """A first byte in lo..hi, then the rest; neighbours with the same rest are one."""
+    done: list[tuple[int, int, Node]] = []
+    for lo, hi, rest in sorted(edges, key=lambda edge: edge[0]):
+        if done and done[-1][1] + 1 == lo and done[-1][2] is rest:
+            lo = done.pop()[0]
+        done.append((lo, hi, rest))
+    return alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in done))
 
 
 # ---------------------------------------------------------------- regular expressions
 
 
+class Reader:
+    """A pattern or grammar that is parsed from left to right."""
+
+    counts = re.compile(r"([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\}")
+
+    def __init__(self, text: str):
+        self.text, self.at, self.depth = text, 0, 0
+
+    def fail(self, reason: str, at: int | None = None):
+        """Raises SchemaError with the place, by default the one where the reader is."""
+        raise NotImplementedError
+
+    def take(self, token: str) -> bool:
+        found = self.text.startswith(token, self.at)
+        self.at += len(token) * found
+        return found
+
+    def next(self) -> str:
+        if self.at == len(self.text):
+            self.fail("it ends too early")
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def hex(self, n: int) -> int:
+        found = re.compile("[0-9a-fA-F]{%d}" % n).match(self.text, self.at)
+        if not found:
+            self.fail(f"an escape with fewer than {n} hexadecimal digits")
+        self.at = found.end()
+        return int(found[0], 16)
+
+    def quantifier(self) -> tuple[int, int | None] | None:
+        """How often, from and to, where that is said here."""
+        begin, found = self.at, self.counts.match(self.text, self.at)
+        if not found:
+            return None
+        self.at = found.end()
+        sign, lo, comma, hi = found.groups()
+        if sign:
+            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+        if len(lo) + len(hi or "") > 18:
+            self.fail("a count with too many digits", begin)
+        if hi and int(lo) > int(hi):
+            self.fail("counts in the wrong order", begin)
+        return int(lo), int(hi) if hi else None if comma else int(lo)
+
+    def nested(self, parse):
+        """What parse() returns, for the inside of a group up to its `)`."""
+        begin = self.at - 1
+        self.depth += 1
+        if self.depth > NESTED:
+            self.fail(f"groups nested more than {NESTED} deep")
+        found = parse()
+        self.depth -= 1
+        if not self.take(")"):
+            self.fail("a group without its )", begin)
+        return found
+
+    def members(self):
+        """The code points of a class up to its `]`, as ranges."""
+        begin, invert, found = self.at - 1, self.take("^"), []
+        while not self.take("]"):
+            if self.at == len(self.text):
+                self.fail("a class without its ]", begin)
+            at, lows = self.at, self.member()
+            found += lows
+            if self.text.startswith("-", self.at) and not self.text.startswith("-]", self.at):
+                self.at += 1
+                highs = self.member()
+                found += highs
+                lo, hi = lows[0][0], highs[0][1]
+                if lows != ((lo, lo),) or highs != ((hi, hi),):
+                    found.append((ord("-"), ord("-")))  # [\w-.]: there is no range
+                elif lo > hi:
+                    self.fail("a range in the wrong order", at)
+                else:
+                    found.append((lo, hi))
+        return inverse(found) if invert else merged(found)
+
+    def member(self):
+        c = self.next()
+        return self.escaped(inside=True) if c == "\\" else ((ord(c), ord(c)),)
+
+    def escaped(self, inside: bool):
+        """The code points of an escape after its backslash, as ranges; inside: of a class."""
+        raise NotImplementedError
+
+
 def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node:
     """An ECMA-262 regular expression as a set of texts over code points.
 
-    search: the pattern may match anywhere in the text, as JSON Schema has it.
+    search: the pattern may match anywhere in the text, as JSON Schema has it. Escapes are those
+    of the flag u. Look-around, word boundaries, back references, flags and scripts are refused.
     """
-    return EMPTY
+    reader = Regex(pattern, path)
+    found = reader.alternatives()
+    if reader.at < len(pattern):
+        reader.fail("a ) without its group")
+    options = []
+    for (begins, ends), node in found.items():
+        if search and node.null and not (begins and ends):
+            return ALL
+        before, after = NOTHING if begins else ALL, NOTHING if ends else ALL
+        options.append(seq(before, node, after) if search else node)
+    return alt(*options)
 
 
-def spell(node: Node, json: bool = False) -> Node:
-    """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
-    return EMPTY
+class Regex(Reader):
+    """Parses a pattern.
+
+    Anchors  An expression is a dictionary (begins, ends) -> Node: the texts that it matches
+             anywhere, only where nothing is in front, only where nothing follows, only as a
+             whole. Where an anchor meets a neighbour that must be read, no text is left: a^b.
+    """
+
+    def __init__(self, pattern: str, path: str):
+        if not isinstance(pattern, str):
+            raise SchemaError(path, self.keyword(path), f"{pattern!r} is not a string")
+        super().__init__(pattern)
+        self.path = path
+
+    @staticmethod
+    def keyword(path: str) -> str:
+        return "" if path == "regex" else "pattern"
+
+    def fail(self, reason, at=None):
+        place = (self.at if at is None else at) + 1
+        reason = f"{reason}, at character {place} of {self.text[:100]!r}"
+        raise SchemaError(self.path, self.keyword(self.path), reason)
+
+    def alternatives(self) -> dict:
+        options = [self.sequence()]
+        while self.take("|"):
+            options.append(self.sequence())
+        return either(*options)
+
+    def sequence(self) -> dict:
+        parts = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            parts.append(self.term())
+        done = free(NOTHING)
+        for part in reversed(parts):
+            done = join(part, done)
+        return done
+
+    def term(self) -> dict:
+        begin, c = self.at, self.next()
+        done = None
+        if c == "^":
+            done = {(True, False): NOTHING}
+        elif c == "$":
+            done = {(False, True): NOTHING}
+        elif c == "(":
+            self.group()
+            done = self.nested(self.alternatives)
+        elif c in "*+?" or c == "{" and re.match(r"[0-9]*,?[0-9]+,?\}", self.text[self.at :]):
+            self.fail("nothing to repeat", begin)
+        else:
+            done = free(self.one(c, begin))
+        counts = self.quantifier()
+        if not counts:
+            return done
+        self.take("?")  # lazy: another order of search, the same texts
+        if c in "^$" or self.quantifier():
+            self.fail("nothing to repeat", begin)
+        return self.times(done, *counts, begin)
+
+    def one(self, c: str, begin: int) -> Node:
+        """The texts of one character: itself, a class, or an escape."""
+        if c == ".":
+            return symbols(*minus(ANY, [(10, 10), (13, 13), (0x2028, 0x2029)]))
+        ranges = ((ord(c), ord(c)),)
+        if c == "[":
+            ranges = self.members()
+        elif c == "\\":
+            ranges = self.escaped(inside=False)
+        left = minus(ranges, SURROGATES)
+        if ranges and not left:
+            self.fail("half of a surrogate pair", begin)
+        return symbols(*left)
+
+    def group(self) -> None:
+        """Reads what stands at the beginning of a group."""
+        begin = self.at - 1
+        if self.take("?") and not self.take(":"):
+            name = re.compile(r"P?<[A-Za-z_$][\w$]*>").match(self.text, self.at)
+            if not name:
+                kinds = {"=": "look-ahead", "!": "look-ahead", "<": "look-behind"}
+                kind = kinds.get(self.text[self.at : self.at + 1], "a flag or an unknown group")
+                self.fail(f"{kind} is not supported", begin)
+            self.at = name.end()
+
+    def times(self, what: dict, lo: int, hi: int | None, begin: int) -> dict:
+        if set(what) <= {FREE}:
+            return free(repeat(what.get(FREE, EMPTY), lo, hi))
+        if max(lo, hi or 0) > 8:
+            self.fail("an anchor that is repeated more than 8 times", begin)
+        maybe = either(what, free(NOTHING))
+        more = [maybe] * ((hi or lo) - lo)
+        if hi is None:  # all but the first and the last are read where texts are on both sides
+            more = [maybe, free(repeat(what.get(FREE, EMPTY))), maybe]
+        done = free(NOTHING)
+        for part in [what] * lo + more:
+            done = join(done, part)
+        return done
+
+    def escaped(self, inside):
+        begin, c = self.at - 1, self.next()
+        if c.lower() in CLASSES:
+            return CLASSES[c] if c in CLASSES else inverse(CLASSES[c.lower()])
+        if c in "tnvfr" or c == "b" and inside:
+            code = ord("\t\n\v\f\r\b"["tnvfrb".index(c)])
+        elif c == "0" and not self.text[self.at : self.at + 1].isdigit():
+            code = 0
+        elif c == "c" and re.match("[A-Za-z]", self.text[self.at : self.at + 1]):
+            code = ord(self.next()) % 32
+        elif c == "x":
+            code = self.hex(2)
+        elif c == "u":
+            code = self.unicode(begin)
+        elif c in "pP":
+            ranges = self.category(begin)
+            return ranges if c == "p" else inverse(ranges)
+        elif c in "bB":
+            self.fail("a word boundary is not supported", begin)
+        elif c in "123456789k":
+            self.fail("a back reference is not supported", begin)
+        elif c.isalnum():
+            self.fail(f"unknown escape \\{c}", begin)
+        else:
+            code = ord(c)
+        return ((code, code),)
+
+    def unicode(self, begin: int) -> int:
+        if self.take("{"):
+            found = re.compile(r"0*([0-9a-fA-F]{1,6})\}").match(self.text, self.at)
+            if not found or int(found[1], 16) > LAST:
+                self.fail("\\u{...} is not a code point", begin)
+            self.at = found.end()
+            return int(found[1], 16)
+        code = self.hex(4)
+        low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.text, self.at)
+        if 0xD800 <= code < 0xDC00 and low:
+            self.at = low.end()
+            code = 0x10000 + (code - 0xD800 << 10) + (int(low[1], 16) - 0xDC00)
+        return code
+
+    def category(self, begin: int):
+        found = re.compile(r"\{(?:(?:gc|General_Category)=)?(\w+)\}").match(self.text, self.at)
+        name = CATEGORIES.get(found[1], found[1]) if found else ""
+        ranges = categories().get(name)
+        if not ranges:
+            self.fail("only general categories such as \\p{L} or \\p{Lu} are supported", begin)
+        self.at = found.end()
+        return ranges
+
+
+FREE = (False, False)
+
+
+def free(node: Node) -> dict:
+    """An expression without anchors."""
+    return {FREE: node}
+
+
+def either(*options: dict) -> dict:
+    kinds = dict.fromkeys(kind for option in options for kind in option)
+    return {kind: alt(*(o[kind] for o in options if kind in o)) for kind in kinds}
+
+
+def join(one: dict, other: dict) -> dict:
+    """One expression, then the other: an anchor between them leaves only empty texts there."""
+    done: dict[tuple, list[Node]] = {}
+    for (begins, stops), left in one.items():
+        for (starts, ends), right in other.items():
+            if (not starts or left.null) and (not stops or right.null):
+                node = seq(NOTHING if starts else left, NOTHING if stops else right)
+                done.setdefault((begins or starts, stops or ends), []).append(node)
+    return {kind: alt(*nodes) for kind, nodes in done.items()}
+
+
+@cache
+def categories() -> dict[str, tuple[tuple[int, int], ...]]:
+    """Unicode's general categories, such as L and Lu, as ranges of code points."""
+    found: dict[str, list] = {}
+    begin, current = 0, "Cc"
+    for code in range(1, LAST + 2):
+        kind = unicodedata.category(chr(code)) if code <= LAST else ""
+        if kind != current:
+            for name in (current, current[0]):
+                found.setdefault(name, []).append((begin, code - 1))
+            begin, current = code, kind
+    return {name: merged(ranges) for name, ranges in found.items()}
+
+
+LAST = 0x10FFFF  # code point
+SURROGATES = ((0xD800, 0xDFFF),)
+ANY = minus([(0, LAST)], SURROGATES)
+ALL = repeat(symbols(*ANY))  # all texts
+ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what cannot stand raw in a JSON string
+CLASSES = {
+    "d": ((48, 57),),
+    "w": ((48, 57), (65, 90), (95, 95), (97, 122)),
+    "s": merged(
+        [(9, 13), (32, 32), (160, 160), (0x1680, 0x1680), (0x2000, 0x200A)]
+        + [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+    ),
+}
+CATEGORIES = {
+    "Letter": "L",
+    "Mark": "M",
+    "Number": "N",
+    "Punctuation": "P",
+    "Symbol": "S",
+    "Separator": "Z",
+    "Other": "C",
+    "Uppercase_Letter": "Lu",
+    "Lowercase_Letter": "Ll",
+    "Decimal_Number": "Nd",
+    "digit": "Nd",
+}
+QUOTE = literal('"')
+CHAR = spell(  # of a JSON string, in all its spellings
+    parse_regex(
+        r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|'
+        r"[dD](?:[0-7][0-9a-fA-F]{2}|[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})))"
+    )
+)
 
 
 # ---------------------------------------------------------------- GBNF
 
 
 def parse_gbnf(text: str) -> Rule:
-    """A grammar in llama.cpp's notation as its rule `root`."""
-    return Rule("root", EMPTY)
+    """A grammar in llama.cpp's notation as its rule `root`.
+
+    `a ::= a x | b` is read as `b x*`. Line breaks may stand between all parts of a rule.
+    """
+    return Gbnf(text).parse()
+
+
+class Gbnf(Reader):
+    """Parses rules, over bytes: each character is spelled in UTF-8 at once."""
+
+    counts = re.compile(r"([*+?])|\{\s*([0-9]+)\s*(?:(,)\s*([0-9]*)\s*)?\}")
+    name = re.compile(r"[A-Za-z0-9_-]+")
+    space = re.compile(r"(?:\s|#[^\n]*)*")
+    head = re.compile(r"[A-Za-z0-9_-]+(?:\s|#[^\n]*)*::=")
+
+    def __init__(self, text: str):
+        if not isinstance(text, str):
+            raise SchemaError("grammar", "", f"{text!r} is not a string")
+        super().__init__(text)
+        self.rules: dict[str, Rule] = {}
+        self.called: dict[str, int] = {}  # the first place
+
+    def fail(self, reason, at=None):
+        at = self.at if at is None else at
+        line, column = self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+        raise SchemaError("grammar", f"line {line}, column {column}", reason)
+
+    def skip(self) -> None:
+        self.at = self.space.match(self.text, self.at).end()
+
+    def parse(self) -> Rule:
+        self.skip()
+        while self.at < len(self.text):
+            begin, found = self.at, self.name.match(self.text, self.at)
+            if not self.head.match(self.text, self.at):
+                self.fail("expected a rule: name ::= ...")
+            rule = self.rule(found[0])
+            if rule.body is not None:
+                self.fail(f"a second rule {rule.name}", begin)
+            self.at = self.head.match(self.text, self.at).end()
+            rule.body = self.alternatives()
+            unroll(rule)
+        for name, at in self.called.items():
+            if self.rules[name].body is None:
+                self.fail(f"there is no rule {name}", at)
+        if "root" not in self.rules:
+            self.fail("there is no rule root")
+        return self.rules["root"]
+
+    def rule(self, name: str) -> Rule:
+        return self.rules.setdefault(name, Rule(name))
+
+    def alternatives(self) -> Node:
+        options = [self.sequence()]
+        while self.take("|"):
+            options.append(self.sequence())
+        return alt(*options)
+
+    def sequence(self) -> Node:
+        parts = []
+        self.skip()
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            if self.head.match(self.text, self.at):
+                break
+            parts.append(self.item())
+            self.skip()
+            while counts := self.quantifier():
+                parts[-1] = repeat(parts[-1], *counts)
+                self.skip()
+        return seq(*parts)
+
+    def item(self) -> Node:
+        begin = self.at
+        name = self.name.match(self.text, self.at)
+        if name:
+            self.at = name.end()
+            self.called.setdefault(name[0], begin)
+            return Call(self.rule(name[0]))
+        c = self.next()
+        if c == '"':
+            return self.string(begin)
+        if c == "(":
+            return self.nested(self.alternatives)
+        if c == "[":
+            return char(minus(self.members(), SURROGATES))
+        if c == ".":
+            return char(ANY)
+        self.fail("tokens are not supported" if c == "<" else f"unexpected {c}", begin)
+
+    def string(self, begin: int) -> Node:
+        done = []
+        while not self.take('"'):
+            if self.at == len(self.text):
+                self.fail('a text without its "', begin)
+            ((code, _),) = self.member()
+            if 0xD800 <= code < 0xE000:
+                self.fail("half of a surrogate pair", begin)
+            done.append(chr(code))
+        return literal("".join(done))
+
+    def escaped(self, inside):
+        begin, c = self.at - 1, self.next()
+        if c in "nrt":
+            code = ord("\n\r\t"["nrt".index(c)])
+        elif c in "xuU":
+            code = self.hex({"x": 2, "u": 4, "U": 8}[c])
+        elif c in '\\"[]':
+            code = ord(c)
+        else:
+            self.fail(f"unknown escape \\{c}", begin)
+        if code > LAST:
+            self.fail("not a code point", begin)
+        return ((code, code),)
+
+
+def unroll(rule: Rule) -> None:
+    """Left recursion as a repetition: a ::= a x | a y a | b becomes b (x | y b)*."""
+    options = rule.body.key if type(rule.body) is Alt else (rule.body,)
+    me = Call(rule)
+    parts = [o.parts() if type(o) is Seq else [o] for o in options]
+    first = alt(*(seq(*p) for p in parts if p[0] is not me))
+    more = [p[1:] for p in parts if p[0] is me]
+    if more:
+        more = [seq(*p[:-1], first if p[-1] is me else p[-1]) for p in more if p]
+        rule.body = seq(first, repeat(alt(*more)))
 
 
 # ---------------------------------------------------------------- the experiment
@@ -1241,11 +2005,11 @@ def cut(vocabulary: Vocabulary, text: bytes) -> list[int]:
 
 def bench() -> str:
     """Compile and mask times, this process alone."""
-    begun = time.perf_counter()
+    begun = perf_counter()
     tokens = standard_words(32_000)
-    built = time.perf_counter()
+    built = perf_counter()
     vocabulary = Vocabulary([*tokens, None], [len(tokens)])
-    taken = time.perf_counter() - built
+    taken = perf_counter() - built
     lines = [
         f"{len(tokens):,} tokens out of Python's source: trie built in {taken * 1e3:.0f} ms",
         "",
@@ -1253,15 +2017,15 @@ def bench() -> str:
     lines += ["             compile   masks of the first request    of the third"]
     lines += ["                  ms     mean us      max us           mean us"]
     for name, (schema, text) in BENCH.items():
-        begun = time.perf_counter()
+        begun = perf_counter()
         grammar = compile(vocabulary, json_schema=schema)
-        compiled, rounds = time.perf_counter() - begun, []
+        compiled, rounds = perf_counter() - begun, []
         for _ in range(3):
             matcher, times = grammar.matcher(), []
             for token in cut(vocabulary, text.encode()):
-                begun = time.perf_counter()
+                begun = perf_counter()
                 matcher.mask()
-                times.append((time.perf_counter() - begun) * 1e6)
+                times.append((perf_counter() - begun) * 1e6)
                 assert matcher.accept(token), f"{name} refuses its text"
             rounds.append(times)
         first, third = rounds[0], rounds[-1]

@@ -44,7 +44,9 @@ STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touch
 STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MASKS = 4096  # masks kept: 25 MB with 49k ids
-NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level
+NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
+FEW = 500  # unless so few tokens begin with them
+MANY = 64  # nodes of a frontier that are walked byte by byte
 INFINITE = 1 << 30  # characters
 COMPILE_S = 2.0  # longest compilation
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
@@ -120,6 +122,8 @@ class Vocabulary:
             node[rows] = total - 1 + np.cumsum(new)
             total += int(new.sum())
             self.levels.append(total)
+        heads = np.bincount(bytes_[:, 0], minlength=256) if texts else np.zeros(256, np.int64)
+        self.begin = [0, *np.cumsum(heads).tolist()]  # tokens with a first byte below 0, 1, ...
         self.parent = np.concatenate(parents)
         self.byte = np.concatenate(values).astype(np.int64)
         self.token = np.full(total, -1, np.int64)  # an id that ends at a node
@@ -436,7 +440,9 @@ class Machine:
                     ranges.append((lo, hi, then))
         state.calls = [(rule, self.state(then)) for rule, then in calls.items()]
         edges = [(lo, hi, self.state(then)) for lo, hi, then in split(ranges)]
-        state.wide = sum(hi - lo + 1 for lo, hi, _ in edges) > NARROW
+        begin = self.vocabulary.begin
+        tokens = sum(begin[hi + 1] - begin[lo] for lo, hi, _ in edges)
+        state.wide = tokens > FEW and sum(hi - lo + 1 for lo, hi, _ in edges) > NARROW
         self.flags[number] = state.accepts | bool(calls) << 1
         state.edges = edges  # last: what was interrupted is done again
         return state
@@ -598,9 +604,12 @@ class Machine:
         counted = None if frontier else self.counted(number)
         if counted:
             home, lo, hi = counted
-            rooms, _, tail = self.sweep_counted(home, 0)
-            nodes, states = chosen(tail, lo, hi)
+            rooms, _, (nodes, states, counts) = self.sweep_counted(home, 0)
+            live = (lo <= counts) & (counts <= hi)
+            nodes, states = nodes[live], states[live]
             inside = v.bits(rooms <= hi) | v.pack(nodes)
+            if self.states[home].accepts:
+                nodes, states = self.below(number, 0)
         elif not frontier and self.look(number).wide:
             states, _ = self.sweep_all(number)
             inside = v.bits(states[v.node] > 0)
@@ -625,10 +634,14 @@ class Machine:
         counted = self.counted(number)
         if counted:
             home, lo, hi = counted
-            _, inner, tail = self.sweep_counted(home, frontier)
-            pairs = [chosen(inner, 0, hi), chosen(tail, lo, hi)]
-            return tuple(np.concatenate(parts) for parts in zip(*pairs))
-        if self.look(number).wide:
+            _, everything, _ = self.sweep_counted(home, frontier)
+            nodes, states, counts, rooms, over = everything
+            live = (rooms <= hi) & ~(over & (counts < lo))
+            nodes, states, counts = nodes[live], states[live], counts[live]
+            if lo and self.states[home].accepts:  # not where it is too early for that
+                states = np.where((states == home) & (counts < lo), self.early(home), states)
+            return nodes, states
+        if self.look(number).wide or len(self.frontiers[frontier]) > MANY:
             return self.sweep(number, frontier)[:2]
         v, reached, wide = self.vocabulary, [], {}
         todo = [(node, number) for node in self.frontiers[frontier].tolist()]
@@ -701,12 +714,13 @@ class Machine:
         """
         rests = self.states[number].rests
         rest = next(iter(rests), None)
-        if len(rests) != 1 or type(rest) is not Seq or type(rest.key[0]) is not Repeat:
+        what, after = rest.key if type(rest) is Seq else (rest, NOTHING)
+        if len(rests) != 1 or type(what) is not Repeat or rest.calls:
             return None
-        if rest.calls or rest.key[1].null or not self.look(number).wide:
+        if not self.look(number).wide:
             return None
-        what, lo, hi = rest.key[0].key
-        home = self.state([seq(repeat(what), rest.key[1])])
+        what, lo, hi = what.key
+        home = self.state([seq(repeat(what), after)])
         return None if self.within(home) is None else (home, lo, INFINITE if hi is None else hi)
 
     def within(self, home: int) -> list[int] | None:
@@ -731,11 +745,20 @@ class Machine:
             self.homes[home] = sorted(inside) if clear else None
         return self.homes[home]
 
+    def early(self, home: int) -> int:
+        """The state without counts, but for one that is still due: it does not accept."""
+        (rest,) = self.states[home].rests
+        what, *after = rest.parts() if type(rest) is Seq else [rest]
+        number = self.state([seq(repeat(what.key[0], 1), *after)])
+        self.look(number)
+        return number
+
     def sweep_counted(self, home: int, frontier: int):
         """`sweep` of a state without counts, and how many characters were begun at each node.
 
-        Returns that number for each id (INFINITE: not within the characters), and (nodes, states,
-        numbers) of the nodes within the characters, and of those in the rest behind them.
+        Returns that number for each id (too large for all that do not end within characters);
+        (nodes, states, characters ended, characters begun, whether it is in the rest) of all nodes;
+        and the first three of the nodes in the rest.
         """
         found = self.sweeps.get((home, frontier))
         if found is None:
@@ -744,11 +767,15 @@ class Machine:
             kind[home] = 0
             kind[self.within(home)] = 1
             kind = kind[states]
-            found = nodes, states, counts + (kind == 1)
-            inner, tail = ([array[part] for array in found] for part in (kind < 2, kind == 2))
+            begun, over = counts + (kind == 1), kind == 2
             rooms = np.full(len(self.vocabulary.parent), INFINITE + 1, np.int32)
-            rooms[inner[0]] = inner[2]
-            found = self.sweeps[home, frontier] = rooms[self.vocabulary.node], inner, tail
+            rooms[nodes[~over]] = begun[~over]
+            found = (
+                rooms[self.vocabulary.node],
+                (nodes, states, counts, begun, over),
+                (nodes[over], states[over], counts[over]),
+            )
+            self.sweeps[home, frontier] = found
         return found
 
 
@@ -759,12 +786,6 @@ def intern(numbers: dict, values: list, key, make=lambda key: key) -> int:
         values.append(make(key))
         number = numbers[key] = len(values) - 1  # last: an interruption leaves no wrong number
     return number
-
-
-def chosen(found, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-    nodes, states, counts = found
-    live = (lo <= counts) & (counts <= hi)
-    return nodes[live], states[live]
 
 
 def union(masks: list[np.ndarray]) -> np.ndarray:
@@ -891,7 +912,7 @@ class Matcher:
         except UnicodeDecodeError as error:  # cut off within a character, at the end or before
             whole = text[: error.start].decode()
         ids = list(encode(whole)) if whole else []
-        if b"".join(tokens[i] or b"" for i in ids) != whole.encode():
+        if None in [tokens[i] for i in ids] or b"".join(tokens[i] for i in ids) != whole.encode():
             return []  # a tokenizer that adds to the text
         for cut in range(max(len(ids) - HEALED, 0), len(ids)):
             head = b"".join(tokens[i] for i in ids[:cut])

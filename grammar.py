@@ -30,9 +30,11 @@ Imports       nothing of ours; numpy.
 """
 
 import json
+import math
 import re
 import sys
 import unicodedata
+from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -1061,10 +1063,217 @@ def choices(choice) -> Node:
 
 # ---------------------------------------------------------------- JSON numbers
 
+DIGIT = Symbol(48, 57)
+WHOLE, FRACTION = 64, 20  # most digits before and after the point, unless a bound needs more
+POWERS = (-324, -5), (16, 308)  # of ten: numbers that json.dumps writes with an exponent
+BOUND = 1000  # most digits of a bound
 
-def number(lo=None, hi=None, lo_open=False, hi_open=False, integer=False, multiple=None) -> Node:
-    """JSON numbers from lo to hi (Fractions; None: unbounded; open: without the bound itself)."""
-    return EMPTY
+
+def number(
+    lo=None, hi=None, lo_open=False, hi_open=False, integer=False, multiple=None, path="#"
+) -> Node:
+    """JSON numbers from lo to hi (exact; None: no bound; open: without the bound itself).
+
+    integer: 1 and 1.0, but not 1.5 or 1e0. multiple: what they are divisible by. EMPTY if there
+    is none. Raises SchemaError for a bound of over 1000 digits.
+
+    Numbers without bounds are plain digits. Else a state is the set of values that what follows
+    may still have: an arithmetic progression, in units of the last digit there may be. A digit
+    leaves the values that begin with it; one that leaves none is refused, so nothing is a dead
+    end. The text may end where 0 is left. A set of all values is plain digits again, and equal
+    sets are one state. From 1.7 to 3 with one digit after the point (in units of 0.1):
+
+        text    values left    may follow
+                17 .. 30       1  2  3
+        1       7 .. 9         .            not the end: 1 is too small
+        1.      7 .. 9         7  8  9
+        2       0 .. 9         .  end       all values: plain digits
+        3       0              .  end
+        3.      0              0
+
+    Beside a bound an exponent is taken where json.dumps writes one (1e-07, but not 7e-1), beside
+    `multiple` never. A text that double precision reads as an open bound is outside: nothing
+    below 1 begins with 0.99999999999999999.
+    """
+    given = [Fraction(x) for x in (lo, hi, multiple) if x is not None]
+    if not given:
+        whole = alt(literal("0"), seq(Symbol(49, 57), repeat(DIGIT, 0, WHOLE - 1)))
+        end = optional(literal(".0"))
+        if not integer:
+            end = seq(decimals(FRACTION), optional(exponent(POWERS[0][0], POWERS[1][1])))
+        return seq(optional(literal("-")), whole, end)
+    if any(max(abs(x.numerator), x.denominator) >= 10**BOUND for x in given):
+        raise SchemaError(path, "", f"a number of more than {BOUND} digits as a bound")
+    lo = -math.inf if lo is None else Fraction(lo)
+    hi = math.inf if hi is None else Fraction(hi)
+    if integer:  # in units of 0.1, for the .0
+        fraction, multiple = 1, Fraction(1 if multiple is None else Fraction(multiple).numerator)
+    else:
+        fraction = max(FRACTION, *(places(x) + 1 for x in given))
+        lo, lo_open = reads_as(lo, math.inf) if lo_open else (lo, False)
+        hi, hi_open = reads_as(hi, -math.inf) if hi_open else (hi, False)
+    above = unsigned((lo, lo_open), (hi, hi_open), fraction, multiple)
+    below = unsigned((-hi, hi_open), (-lo, lo_open), fraction, multiple)
+    return alt(above, seq(literal("-"), below))
+
+
+def places(value: Fraction) -> int:
+    """Digits after the point."""
+    return next(n for n in range(4 * BOUND) if 10**n % value.denominator == 0)
+
+
+def reads_as(bound: Fraction, toward: float) -> tuple:
+    """The bound, open or not, of what double precision tells from a bound, in one direction."""
+    if abs(bound) > 10**308:
+        return bound, True
+    near = float(bound)
+    middle = (Fraction(near) + Fraction(math.nextafter(near, toward))) / 2
+    return middle, float(middle) == near
+
+
+def unsigned(low: tuple, high: tuple, fraction: int, multiple) -> Node:
+    """The numbers without a sign between two bounds (value, open): each length on its own."""
+    low, one = max(low, (Fraction(0), False)), 10**fraction
+    step = int(multiple * one) if multiple else 1
+    most = max(WHOLE, len(str(int(max(low[0], multiple or 0)))) + 1)
+    values = between(low, min(high, (Fraction(10**most), True)), Fraction(1, one), step)
+    options = [] if multiple else scientific(low, high, fraction)
+    lengths = [len(str(values[i] // one)) for i in (0, -1)] if values else (1, 0)
+    whole = []  # lengths of which all numbers are inside
+    for n in range(lengths[0], lengths[1] + 1):
+        first, end = 10 ** (n - 1) * one if n > 1 else 0, 10**n * one
+        here = part(values, first, end)
+        if n > 1 and here == part(range(0, end, step), first, end):
+            whole.append(n)
+        else:
+            options.append(spelled(here, n + fraction, fraction))
+    if whole:
+        options.append(multiples(step, whole[0], whole[-1], fraction))
+    return alt(*options)
+
+
+def scientific(low: tuple, high: tuple, fraction: int) -> list[Node]:
+    """The numbers between two bounds as one digit, perhaps a point and more, and an exponent."""
+    options, one = [], 10**fraction
+    high = min(high, (Fraction(sys.float_info.max), False))
+    for least, most in POWERS:
+        first, last = max(least, power(low[0])), min(most, power(high[0]))
+        if first > last:
+            continue
+        for n in {first, last}:
+            values = part(between(low, high, Fraction(10) ** (n - fraction), 1), one, 10 * one)
+            options.append(seq(spelled(values, fraction + 1, fraction), exponent(n, n)))
+        if first + 1 < last:
+            values = spelled(range(one, 10 * one), fraction + 1, fraction)
+            options.append(seq(values, exponent(first + 1, last - 1)))
+    return options
+
+
+def power(value: Fraction):
+    """The exponent of a number in scientific notation."""
+    if value <= 0:
+        return -math.inf
+    n = len(str(value.numerator)) - len(str(value.denominator))
+    return n if Fraction(10) ** n <= value else n - 1
+
+
+def exponent(lo: int, hi: int) -> Node:
+    """e and a power of ten from lo to hi, in one to three digits."""
+
+    def power_of(values: range) -> Node:
+        return alt(*(spelled(part(values, 0, 10**n), n, 0) for n in (1, 2, 3)))
+
+    plus = seq(optional(literal("+")), power_of(range(max(lo, 0), hi + 1)))
+    minus = seq(literal("-"), power_of(range(max(-hi, 0), 1 - lo)))
+    return seq(symbols((69, 69), (101, 101)), alt(plus, minus))
+
+
+def between(low: tuple, high: tuple, unit: Fraction, step: int) -> range:
+    """The multiples of step that, times the unit, lie between two bounds (value, open)."""
+    (lo, lo_open), (hi, hi_open) = low, high
+    first = lo // unit + 1 if lo_open else -(-lo // unit)
+    end = -(-hi // unit) if hi_open else hi // unit + 1
+    return range(-(-first // step) * step, end, step)
+
+
+def part(values: range, lo: int, end: int) -> range:
+    """Those in lo..end - 1."""
+    skipped = max(0, -((values.start - lo) // values.step))
+    return range(values.start + skipped * values.step, min(values.stop, end), values.step)
+
+
+def follow(values: range, digit: int, unit: int) -> range:
+    """What is left to follow a digit of this unit."""
+    here = part(values, digit * unit, (digit + 1) * unit)
+    return range(here.start - digit * unit, here.stop - digit * unit, here.step)
+
+
+def decimals(most: int) -> Node:
+    return optional(seq(literal("."), repeat(DIGIT, 1, most))) if most else NOTHING
+
+
+def spelled(values: range, left: int, point: int | None) -> Node:
+    """Some of the numbers of `left` digits, the last `point` of them after a point, if wanted.
+
+    values: those numbers, read without the point. point: None where it was typed already.
+    """
+    if not values:
+        return EMPTY
+    if values != range(10**left):
+        return Digits(values, left, point)
+    if point is None:
+        return repeat(DIGIT, 0, left)
+    return seq(repeat(DIGIT, left - point, left - point), decimals(point))
+
+
+class Digits(Node):
+    """What `spelled` says, of values that are not all. Zeros at the end are optional."""
+
+    def set(self, values, left, point):
+        self.null = 0 in values and (point is None or left == point)
+
+    def begin(self):
+        values, left, point = self.key
+        if left == point:
+            start = Digits(values, left, None).first()
+            yield 46, 46, alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in start))
+            return
+        for d in range(10):
+            rest = follow(values, d, 10 ** (left - 1))
+            if rest:
+                yield 48 + d, 48 + d, spelled(rest, left - 1, point)
+
+
+class Multiples(Node):
+    """Digits that go on to a multiple of step: least to most of them before the point.
+
+    values: for 0, 1, ... digits before the point what is still wanted, as `spelled` takes it. As
+    soon as these are so many that any start can be completed, one more digit is known from it.
+    """
+
+    def set(self, values, step, least, most, fraction):
+        self.null = least == 0 and 0 in values[0]
+
+    def begin(self):
+        values, step, least, most, fraction = self.key
+        if least == 0:
+            yield from spelled(values[0], fraction, fraction).first()
+        if most >= len(values):
+            last = values[-1]
+            values = *values, range(10 * last.start % step, 10 * last.stop, step)
+        for d in range(10) if most else ():
+            then = [follow(v, d, 10 ** (n + fraction)) for n, v in enumerate(values[1:])]
+            if then[-1] or any(then[least - 1 if least else 0 :]):
+                rest = Multiples(tuple(then), step, max(least - 1, 0), most - 1, fraction)
+                yield 48 + d, 48 + d, rest
+
+
+def multiples(step: int, least: int, most: int, fraction: int) -> Node:
+    """The multiples of step, without leading zeros, of so many digits before the point."""
+    values = [range(0, 10 ** (n + fraction), step) for n in range(most + 1)]
+    enough = next((n for n, v in enumerate(values) if v.stop >= step), most)
+    start = Multiples(tuple(values[: enough + 1]), step, least, most, fraction).first()
+    return alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in start if lo > 48))
 
 
 # ---------------------------------------------------------------- JSON strings

@@ -1106,8 +1106,9 @@ def number(
         raise SchemaError(path, "", f"a number of more than {BOUND} digits as a bound")
     lo = -math.inf if lo is None else Fraction(lo)
     hi = math.inf if hi is None else Fraction(hi)
+    multiple = multiple and Fraction(multiple)
     if integer:  # in units of 0.1, for the .0
-        fraction, multiple = 1, Fraction(1 if multiple is None else Fraction(multiple).numerator)
+        fraction, multiple = 1, Fraction(multiple or 1).numerator
     else:
         fraction = max(FRACTION, *(places(x) + 1 for x in given))
         lo, lo_open = reads_as(lo, math.inf) if lo_open else (lo, False)
@@ -1132,15 +1133,18 @@ def reads_as(bound: Fraction, toward: float) -> tuple:
 
 
 def unsigned(low: tuple, high: tuple, fraction: int, multiple) -> Node:
-    """The numbers without a sign between two bounds (value, open): each length on its own."""
+    """The numbers without a sign between two bounds (value, open).
+
+    The length of the digits before the point is chosen first; then each digit has its place.
+    """
     low, one = max(low, (Fraction(0), False)), 10**fraction
     step = int(multiple * one) if multiple else 1
     most = max(WHOLE, len(str(int(max(low[0], multiple or 0)))) + 1)
     values = between(low, min(high, (Fraction(10**most), True)), Fraction(1, one), step)
     options = [] if multiple else scientific(low, high, fraction)
-    lengths = [len(str(values[i] // one)) for i in (0, -1)] if values else (1, 0)
-    whole = []  # lengths of which all numbers are inside
-    for n in range(lengths[0], lengths[1] + 1):
+    shortest, longest = (len(str(values[i] // one)) for i in (0, -1)) if values else (1, 0)
+    whole = []  # lengths of which all numbers are inside: chosen later, digit by digit
+    for n in range(shortest, longest + 1):
         first, end = 10 ** (n - 1) * one if n > 1 else 0, 10**n * one
         here = part(values, first, end)
         if n > 1 and here == part(range(0, end, step), first, end):
@@ -1245,10 +1249,10 @@ class Digits(Node):
 
 
 class Multiples(Node):
-    """Digits that go on to a multiple of step: least to most of them before the point.
+    """What goes on to a multiple of step: least to most digits, perhaps a point and more.
 
-    values: for 0, 1, ... digits before the point what is still wanted, as `spelled` takes it. As
-    soon as these are so many that any start can be completed, one more digit is known from it.
+    values: for 0, 1, ... digits before the point, what is then wanted, as `spelled` takes it. The
+    last of these is so long that every start can be completed; longer ones follow from it.
     """
 
     def set(self, values, step, least, most, fraction):

@@ -178,6 +178,15 @@ def test_a_bound_is_inside_unless_it_is_open():
     assert taken(texts, lo=1, hi=5) == "1 1.0 5 5.000 3".split()
     assert taken(texts, lo=1, hi=5, lo_open=True) == "5 5.000 3".split()
     assert taken(texts, lo=1, hi=5, hi_open=True) == "1 1.0 3".split()
+    whole = dict(lo=-2, hi=3, integer=True)
+    assert taken("-3 -2 -1 0 2 3 4", lo_open=True, **whole) == "-1 0 2 3".split()
+    assert taken("-3 -2 -1 0 2 3 4", hi_open=True, **whole) == "-2 -1 0 2".split()
+    assert taken("1 2 3", lo=1, lo_open=True, integer=True) == ["2", "3"]
+
+
+def test_from_1_7_to_3():
+    texts = "1 1. 1.6 1.69 1.7 1.70 2 2.95 3 3. 3.0 3.1 17 30"
+    assert taken(texts, lo=F("1.7"), hi=3) == "1.7 1.70 2 2.95 3 3.0".split()
 
 
 def test_above_an_open_0_small_numbers_are_inside():
@@ -346,3 +355,10 @@ def test_every_state_is_on_the_way_to_an_end():
 def test_equal_futures_are_one_state(options, most):
     states, dead = count_states(grammar(**options))
     assert states <= most and dead == 0
+
+
+@pytest.mark.parametrize("options", [dict(lo=0), dict(lo=17, integer=True), dict(multiple=7)])
+def test_a_state_does_not_keep_each_length_apart(options):
+    g = Grammar(Vocabulary(BYTES.tokens, []), Rule("number", number(**options)))
+    count_states(g)
+    assert max(len(state.rests) for state in g.machine.states[1:]) <= 8

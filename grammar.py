@@ -238,8 +238,13 @@ class Seq(Node):
         node = self
         while type(node) is Seq:
             one, other = node.key
-            for lo, hi, rest in one.first():
-                yield lo, hi, seq(rest, other)
+            then, firsts = other, one
+            if type(one) is Repeat:  # without the counted node of one alone
+                what, least, most = one.key
+                firsts = what
+                then = seq(repeat(what, max(least - 1, 0), most and most - 1), other)
+            for lo, hi, rest in firsts.first():
+                yield lo, hi, then if rest is NOTHING else seq(rest, then)
             if not one.null:
                 return
             node = other
@@ -273,8 +278,9 @@ class Repeat(Node):
 
     def begin(self):
         what, lo, hi = self.key
+        then = repeat(what, max(lo - 1, 0), hi and hi - 1)
         for low, high, rest in what.first():
-            yield low, high, seq(rest, repeat(what, max(lo - 1, 0), hi and hi - 1))
+            yield low, high, seq(rest, then)
 
     def clamp(self, longest):
         what, lo, hi = self.key
@@ -324,7 +330,8 @@ def seq(*parts: Node) -> Node:
         elif done is NOTHING:
             done = part
         elif type(part) is Seq:
-            done = Seq(part.key[0], seq(part.key[1], done))
+            for one in reversed(part.parts()):
+                done = Seq(one, done)
         else:
             done = Seq(part, done)
     return done

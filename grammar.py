@@ -43,6 +43,7 @@ import numpy as np
 STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touched when it is built
 STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
+MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin with one letter
 MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
 FEW = 500  # unless so few tokens begin with them
@@ -816,6 +817,8 @@ def split(ranges: list[tuple[int, int, Node]]) -> list[tuple[int, int, frozenset
     for lo, hi, then in ranges:
         for i in range(place[lo], place[hi + 1]):
             sets[i].add(then)
+    if any(len(s) > MEANINGS for s in sets):
+        raise SchemaError("#", "", f"the text has more than {MEANINGS} meanings at once")
     return [(a, b - 1, frozenset(s)) for a, b, s in zip(cuts, cuts[1:], sets) if s]
 
 
@@ -1245,7 +1248,7 @@ def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list
     """
     start = frozenset(enumerate(patterns))
     numbers, states, moves = {start: 0}, [start], []
-    limit = perf_counter() + COMPILE_S
+    deadline = perf_counter() + COMPILE_S
     for state in states:  # grows on the way
         found: dict[int, list] = {}
         edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
@@ -1259,10 +1262,10 @@ def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list
                 states.append(then)
             found.setdefault(number, []).append((lo, hi))
         moves.append([(merged(ranges), number) for number, ranges in found.items()])
-        if len(states) > DFA_STATES or perf_counter() > limit:
-            reason = f"with lengths or other patterns it needs more than {DFA_STATES} states"
-            late = f"with lengths or other patterns it takes more than {COMPILE_S} s"
-            raise SchemaError("#", "pattern", reason if len(states) > DFA_STATES else late)
+        if len(states) > DFA_STATES or perf_counter() > deadline:
+            limit = f"{COMPILE_S} s" if len(states) <= DFA_STATES else f"{DFA_STATES} states"
+            reason = f"with lengths, names or other patterns it needs more than {limit}"
+            raise SchemaError("#", "pattern", reason)
     return moves, states
 
 

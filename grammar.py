@@ -1143,15 +1143,14 @@ class Other(Node):
         self.null = "" not in names
 
     def begin(self):
-        after: dict[str, list[str]] = {}
+        after: dict[int, list[str]] = {}
         for name in self.key:
             if name:
-                after.setdefault(name[0], []).append(name[1:])
-        taken = [(ord(c), ord(c)) for c in after]
-        free = minus(ANY, taken if self.null else [*taken, *ESCAPED])
-        paths = [(free, other(()))]
-        paths += [(((ord(c), ord(c)),), other(names)) for c, names in after.items()]
+                after.setdefault(ord(name[0]), []).append(name[1:])
+        paths = [([(code, code)], other(names)) for code, names in after.items()]
+        paths.append((minus(ANY, [(code, code) for code in after]), other(())))
         for ranges, rest in paths:
+            ranges = merged(ranges) if self.null else minus(ranges, ESCAPED)
             for lo, hi, more in char(ranges, json=True).first():
                 yield lo, hi, seq(more, rest)
 
@@ -1226,11 +1225,13 @@ class Text(Node):
 
     def clamp(self, longest):
         dfa, state, need, left = self.key
-        if dfa.period > 1:
-            return self
-        most = longest + dfa.start + 1  # from here on all lengths are possible, or none
-        far = left is not None and left > most
-        return Text(dfa, state, min(need, most), None if far else left)
+        most = longest + dfa.start + dfa.period  # lengths from here on repeat with the period
+        if left is not None and left > most and left - need >= dfa.period:
+            left = None
+        if left is None:
+            return Text(dfa, state, min(need, most), None)
+        past = max(need - most, 0) // dfa.period * dfa.period
+        return Text(dfa, state, need - past, left - past)
 
 
 @lru_cache(256)
@@ -1450,7 +1451,7 @@ class Reader:
         begin = self.at - 1
         self.depth += 1
         if self.depth > NESTED:
-            self.fail(f"groups nested more than {NESTED} deep")
+            self.fail(f"groups nested more than {NESTED} deep", begin)
         found = parse()
         self.depth -= 1
         if not self.take(")"):

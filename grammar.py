@@ -45,6 +45,7 @@ import numpy as np
 STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touched when it is built
 STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
+MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin with one letter
 MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
 FEW = 500  # unless so few tokens begin with them
@@ -240,8 +241,13 @@ class Seq(Node):
         node = self
         while type(node) is Seq:
             one, other = node.key
-            for lo, hi, rest in one.first():
-                yield lo, hi, seq(rest, other)
+            then, firsts = other, one
+            if type(one) is Repeat:  # without the counted node of one alone
+                what, least, most = one.key
+                firsts = what
+                then = seq(repeat(what, max(least - 1, 0), most and most - 1), other)
+            for lo, hi, rest in firsts.first():
+                yield lo, hi, then if rest is NOTHING else seq(rest, then)
             if not one.null:
                 return
             node = other
@@ -275,8 +281,9 @@ class Repeat(Node):
 
     def begin(self):
         what, lo, hi = self.key
+        then = repeat(what, max(lo - 1, 0), hi and hi - 1)
         for low, high, rest in what.first():
-            yield low, high, seq(rest, repeat(what, max(lo - 1, 0), hi and hi - 1))
+            yield low, high, seq(rest, then)
 
     def clamp(self, longest):
         what, lo, hi = self.key
@@ -326,7 +333,8 @@ def seq(*parts: Node) -> Node:
         elif done is NOTHING:
             done = part
         elif type(part) is Seq:
-            done = Seq(part.key[0], seq(part.key[1], done))
+            for one in reversed(part.parts()):
+                done = Seq(one, done)
         else:
             done = Seq(part, done)
     return done
@@ -811,6 +819,8 @@ def split(ranges: list[tuple[int, int, Node]]) -> list[tuple[int, int, frozenset
     for lo, hi, then in ranges:
         for i in range(place[lo], place[hi + 1]):
             sets[i].add(then)
+    if any(len(s) > MEANINGS for s in sets):
+        raise SchemaError("#", "", f"the text has more than {MEANINGS} meanings at once")
     return [(a, b - 1, frozenset(s)) for a, b, s in zip(cuts, cuts[1:], sets) if s]
 
 
@@ -1346,15 +1356,14 @@ class Other(Node):
         self.null = "" not in names
 
     def begin(self):
-        after: dict[str, list[str]] = {}
+        after: dict[int, list[str]] = {}
         for name in self.key:
             if name:
-                after.setdefault(name[0], []).append(name[1:])
-        taken = [(ord(c), ord(c)) for c in after]
-        free = minus(ANY, taken if self.null else [*taken, *ESCAPED])
-        paths = [(free, other(()))]
-        paths += [(((ord(c), ord(c)),), other(names)) for c, names in after.items()]
+                after.setdefault(ord(name[0]), []).append(name[1:])
+        paths = [([(code, code)], other(names)) for code, names in after.items()]
+        paths.append((minus(ANY, [(code, code) for code in after]), other(())))
         for ranges, rest in paths:
+            ranges = merged(ranges) if self.null else minus(ranges, ESCAPED)
             for lo, hi, more in char(ranges, json=True).first():
                 yield lo, hi, seq(more, rest)
 
@@ -1429,11 +1438,13 @@ class Text(Node):
 
     def clamp(self, longest):
         dfa, state, need, left = self.key
-        if dfa.period > 1:
-            return self
-        most = longest + dfa.start + 1  # from here on all lengths are possible, or none
-        far = left is not None and left > most
-        return Text(dfa, state, min(need, most), None if far else left)
+        most = longest + dfa.start + dfa.period  # lengths from here on repeat with the period
+        if left is not None and left > most and left - need >= dfa.period:
+            left = None
+        if left is None:
+            return Text(dfa, state, min(need, most), None)
+        past = max(need - most, 0) // dfa.period * dfa.period
+        return Text(dfa, state, need - past, left - past)
 
 
 @lru_cache(256)
@@ -1451,7 +1462,7 @@ def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list
     """
     start = frozenset(enumerate(patterns))
     numbers, states, moves = {start: 0}, [start], []
-    limit = perf_counter() + COMPILE_S
+    deadline = perf_counter() + COMPILE_S
     for state in states:  # grows on the way
         found: dict[int, list] = {}
         edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
@@ -1465,10 +1476,10 @@ def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list
                 states.append(then)
             found.setdefault(number, []).append((lo, hi))
         moves.append([(merged(ranges), number) for number, ranges in found.items()])
-        if len(states) > DFA_STATES or perf_counter() > limit:
-            reason = f"with lengths or other patterns it needs more than {DFA_STATES} states"
-            late = f"with lengths or other patterns it takes more than {COMPILE_S} s"
-            raise SchemaError("#", "pattern", reason if len(states) > DFA_STATES else late)
+        if len(states) > DFA_STATES or perf_counter() > deadline:
+            limit = f"{COMPILE_S} s" if len(states) <= DFA_STATES else f"{DFA_STATES} states"
+            reason = f"with lengths, names or other patterns it needs more than {limit}"
+            raise SchemaError("#", "pattern", reason)
     return moves, states
 
 
@@ -1653,7 +1664,7 @@ class Reader:
         begin = self.at - 1
         self.depth += 1
         if self.depth > NESTED:
-            self.fail(f"groups nested more than {NESTED} deep")
+            self.fail(f"groups nested more than {NESTED} deep", begin)
         found = parse()
         self.depth -= 1
         if not self.take(")"):

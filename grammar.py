@@ -1333,7 +1333,7 @@ def keys(names: list[str], patterns: list[Node] = ()) -> list[tuple[frozenset, N
     if not patterns:
         return [(frozenset(), quoted(other(names)))]
     spelled = [seq(*(Symbol(ord(c), ord(c)) for c in name)) for name in dict.fromkeys(names)]
-    moves, states = determine((*patterns, *spelled, ALL), every=False)
+    moves, states = determine((*patterns, *spelled, ALL))
     matched = [{i for i, rest in state if rest.null} for state in states]
     for number, found in enumerate(matched):
         if any(len(patterns) <= i < len(patterns) + len(spelled) for i in found):
@@ -1450,16 +1450,13 @@ class Text(Node):
 @lru_cache(256)
 def both(patterns: tuple[Node, ...]) -> Dfa:
     """The texts that match all patterns."""
-    moves, states = determine(patterns, every=True)
+    moves, states = determine(patterns)
     ends = [len({i for i, rest in state if rest.null}) == len(patterns) for state in states]
     return Dfa(moves, ends, CHAR)
 
 
-def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list[frozenset]]:
-    """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest).
-
-    every: texts that are out of one pattern are out.
-    """
+def determine(patterns: tuple[Node, ...]) -> tuple[list[list], list[frozenset]]:
+    """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest)."""
     start = frozenset(enumerate(patterns))
     numbers, states, moves = {start: 0}, [start], []
     deadline = perf_counter() + COMPILE_S
@@ -1469,8 +1466,6 @@ def determine(patterns: tuple[Node, ...], every: bool) -> tuple[list[list], list
         for lo, hi, then in split(edges):
             full = {i for i, rest in then if rest is ALL}
             then = frozenset((i, rest) for i, rest in then if rest is ALL or i not in full)
-            if every and len({i for i, _ in then}) < len(patterns):
-                continue
             number = numbers.setdefault(then, len(states))
             if number == len(states):
                 states.append(then)

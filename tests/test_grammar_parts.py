@@ -333,7 +333,9 @@ def test_what_follows_a_match_is_the_rest_of_a_plain_string():
 
 
 @pytest.mark.parametrize("pattern", ["(ab)*", "a*b?", "(..)*", "(aaa|bb)*c"])
-def test_masks_of_counted_patterns_are_exact_far_from_the_limit_and_at_it(pattern):
+def test_masks_of_counted_patterns_are_exact_far_from_the_limit_and_at_it(pattern, monkeypatch):
+    monkeypatch.setattr(grammar, "FEW", 0)  # as if the vocabulary were large
+    monkeypatch.setattr(grammar, "NARROW", 0)
     pieces = ["a", "b", "ab", "ba", "aa", "bb", "aaa", "bab", "abab", "c", "cc"]
     tokens = [*pieces, '"', 'b"', 'ab"', 'aab"', 'c"', '",', "é", "éa"]
     vocabulary = grammar.Vocabulary([*(t.encode() for t in tokens), b"\xc3", b"\xa9", None], [21])

@@ -192,8 +192,10 @@ class Node:
     def begin(self):
         return ()
 
-    def clamp(self, longest: int) -> "Node":
-        """A set in which each token of so many bytes at most does the same, with small counts."""
+    def clamp(self, longest: int | None) -> "Node":
+        """A set in which each token of so many bytes at most does the same, with small counts.
+
+        None: a set with all these texts and more, without counts."""
         return self
 
 
@@ -287,6 +289,8 @@ class Repeat(Node):
 
     def clamp(self, longest):
         what, lo, hi = self.key
+        if longest is None:
+            return repeat(what.clamp(None))
         most = longest + 1  # more repetitions than a token has bytes
         return repeat(what.clamp(longest), min(lo, most), None if hi and hi > most else hi)
 
@@ -418,7 +422,8 @@ class Machine:
         self.masks: dict[int, np.ndarray] = {}  # configuration -> mask
         self.homes: dict[int, list | None] = {}  # see `within`
         self.sweeps: dict[tuple, tuple] = {}  # see `sweep_counted`
-        self.clamped: dict[int, int] = {}  # state -> state of the same walk
+        self.reaches: dict[int, int] = {}  # see `reach`
+        self.clamped: dict[tuple, int] = {}  # (state, not at the root) -> state of the same walk
         self.stop = vocabulary.stops(vocabulary.stop_ids)
         self.none = np.zeros(vocabulary.words, np.int32)
 
@@ -573,7 +578,7 @@ class Machine:
         seen = set(todo)
         while todo:
             there, nodes, below = todo.pop()
-            inside, ends, calls = self.walk(self.clamp(there), nodes)
+            inside, ends, calls = self.walk(self.clamp(there, nodes), nodes)
             masks.append(inside)
             more = [(n, at, f) for caller, at in calls for n, f in self.enter(caller, below)]
             if ends and below:
@@ -585,15 +590,28 @@ class Machine:
                     todo.append(stack)
         return keep(self.parts, (number, frame), union(masks))
 
-    def clamp(self, number: int) -> int:
+    def clamp(self, number: int, frontier: int = 0) -> int:
         """A state whose walk is the same: far from its limit, a count does not matter."""
-        done = self.clamped.get(number)
+        done = self.clamped.get((number, frontier > 0))
         if done is None:
             done, rests = number, self.states[number].rests
             if self.look(number).wide and not any(rest.calls for rest in rests):
                 done = self.state(rest.clamp(self.vocabulary.longest) for rest in rests)
-            self.clamped[number] = done
+                free = self.state(rest.clamp(None) for rest in self.states[done].rests)
+                if done != free and not frontier and not self.counted(done):
+                    reach = self.reach(free)
+                    done = self.state(rest.clamp(reach) for rest in rests)
+            self.clamped[number, frontier > 0] = done
         return done
+
+    def reach(self, number: int) -> int:
+        """Bytes of the longest token, from its first byte on, that goes on within the state."""
+        if number not in self.reaches:
+            states, _ = self.sweep_all(number)
+            last = np.flatnonzero(states).max(initial=0)  # the nodes lie level by level
+            depth = np.searchsorted(self.vocabulary.levels, last, "right") - 1
+            self.reaches[number] = int(depth)
+        return self.reaches[number]
 
     def frontier(self, nodes: np.ndarray) -> int:
         """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
@@ -1438,6 +1456,8 @@ class Text(Node):
 
     def clamp(self, longest):
         dfa, state, need, left = self.key
+        if longest is None:
+            return Text(dfa, state, 0, None)
         most = longest + dfa.start + dfa.period  # lengths from here on repeat with the period
         if left is not None and left > most and left - need >= dfa.period:
             left = None

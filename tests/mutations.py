@@ -3583,6 +3583,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "3: lengths that differ from each other in the period share a walk",
         "tests/test_grammar_parts.py -k test_masks_of_counted_patterns_are_exact_far_from_the_limit_and_at_it",
     ),
+    (
+        "grammar.py",
+        "            inside, ends, calls = self.walk(self.clamp(there, nodes), nodes)",
+        "            inside, ends, calls = self.walk(self.clamp(there), nodes)",
+        "3: a token that begins before a state reaches no farther into it than those that begin there",
+        "tests/test_grammar_parts.py -k test_a_token_that_begins_before_a_counted_pattern",
+    ),
+    (
+        "grammar.py",
+        "            self.reaches[number] = int(depth)",
+        "            self.reaches[number] = 0",
+        "3: tokens are taken not to reach into a state at all",
+        "tests/test_grammar_parts.py -k test_masks_of_counted_patterns_are_exact",
+    ),
 ]
 
 

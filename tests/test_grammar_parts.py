@@ -351,6 +351,18 @@ def test_masks_of_counted_patterns_are_exact_far_from_the_limit_and_at_it(patter
         assert_masks_are_exact(node, vocabulary, f'"{text[pattern]}"')
 
 
+def test_a_token_that_begins_before_a_counted_pattern_may_reach_far_into_it(monkeypatch):
+    """How far tokens reach into a state was once asked of those only that begin there."""
+    monkeypatch.setattr(grammar, "FEW", 0)
+    monkeypatch.setattr(grammar, "NARROW", 0)
+    tokens = [b"x", b'"', b"a", b"ab", b'x"aaaaaaaa', b'x"aaa"', b'x"', b'a"y', b"y", None]
+    vocabulary = grammar.Vocabulary(tokens, [9])
+    for hi in range(2, 8):
+        inner = Rule("inner", string(1, hi, [parse_regex("^a*b?a*$", search=True)]))
+        node = grammar.seq(grammar.literal("x"), grammar.Call(inner), grammar.literal("y"))
+        assert_masks_are_exact(node, vocabulary, 'x"' + "a" * hi + '"y')
+
+
 @pytest.mark.parametrize(
     "pattern, reason",
     [

@@ -50,6 +50,7 @@ MASKS = 4096  # masks kept: 25 MB with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
 FEW = 500  # unless so few tokens begin with them
 MANY = 64  # nodes of a frontier that are walked byte by byte
+PATCHES = 256  # most nodes at which a state differs from its usual one
 INFINITE = 1 << 30  # characters
 COMPILE_S = 2.0  # longest compilation
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
@@ -630,6 +631,9 @@ class Machine:
         if found is not None:
             return found
         v = self.vocabulary
+        patched = None if frontier else self.patched(number)
+        if patched:
+            return keep(self.walks, (number, frontier), patched)
         counted = None if frontier else self.counted(number)
         if counted:
             home, lo, hi = counted
@@ -657,6 +661,42 @@ class Machine:
         callers, at = states[flags & 2 > 0], nodes[flags & 2 > 0]
         calls = [(n, self.frontier(at[callers == n])) for n in np.unique(callers).tolist()]
         return keep(self.walks, (number, frontier), (inside, ends, calls))
+
+    def patched(self, number: int) -> tuple | None:
+        """`walk` of a state that differs in few places from the one that most bytes lead to.
+
+        A key that is none of three names differs in few places from any text. None for others.
+        """
+        usual = self.usual(number)
+        if usual == number or not self.look(number).wide or self.usual(usual) != usual:
+            return None
+        v, todo = self.vocabulary, [(0, number, usual)]
+        for node, one, other in todo:  # grows on the way
+            if v.inner[node]:
+                self.build(np.array([one, other]))
+                for byte in np.flatnonzero(self.table[one] != self.table[other]).tolist():
+                    child = v.children.get(node << 8 | byte)
+                    if child:
+                        pair = self.table[[one, other], byte].tolist()
+                        todo.append((child, *pair))
+            if len(todo) > PATCHES:
+                return None
+        nodes, states, _ = np.array(todo[1:], np.int64).reshape(-1, 3).T
+        inside, ends, calls = self.walk(usual, 0)
+        flags = self.flags[states] & v.onward[nodes]
+        if calls or (flags & 2).any():
+            return None
+        at = self.frontiers[ends] if ends else nodes[:0]
+        at = np.union1d(np.setdiff1d(at, nodes), nodes[flags & 1 > 0])
+        inside = inside & ~v.pack(nodes) | v.pack(nodes[states > 0])
+        return inside, self.frontier(at) if len(at) else 0, []
+
+    def usual(self, number: int) -> int:
+        """The state that most bytes lead to."""
+        sizes = {0: 0}
+        for lo, hi, then in self.look(number).edges:
+            sizes[then] = sizes.get(then, 0) + hi - lo + 1
+        return max(sizes, key=sizes.get)
 
     def below(self, number: int, frontier: int) -> tuple[np.ndarray, np.ndarray]:
         """All (node, state) below the nodes of a frontier that are in this state."""

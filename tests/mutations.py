@@ -3597,6 +3597,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "3: tokens are taken not to reach into a state at all",
         "tests/test_grammar_parts.py -k test_masks_of_counted_patterns_are_exact",
     ),
+    (
+        "grammar.py",
+        "        inside = inside & ~v.pack(nodes) | v.pack(nodes[states > 0])",
+        "        inside = inside | v.pack(nodes[states > 0])",
+        "3: a walk that is copied keeps what its state refuses",
+        "tests/test_grammar_parts.py -k test_masks_of_other_keys_are_exact",
+    ),
+    (
+        "grammar.py",
+        "        at = np.union1d(np.setdiff1d(at, nodes), nodes[flags & 1 > 0])",
+        "        at = np.union1d(at, nodes[flags & 1 > 0])",
+        "3: a walk that is copied ends where its state does not",
+        "tests/test_grammar_parts.py -k test_masks_of_other_keys_are_exact",
+    ),
 ]
 
 

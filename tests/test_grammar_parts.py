@@ -408,6 +408,20 @@ def test_after_a_name_neither_its_quote_nor_a_backslash_follows(patterns):
     assert machine.step(machine.run(b'"nam', made.start), ord("\\"))
 
 
+@pytest.mark.parametrize("text", ["nam", "names", "na\\n", "x", "nz"])
+def test_masks_of_other_keys_are_exact(text, monkeypatch):
+    """They are copied from those of any key, but for the places where a name is near."""
+    monkeypatch.setattr(grammar, "FEW", 0)
+    monkeypatch.setattr(grammar, "NARROW", 0)
+    tokens = ["n", "na", "nam", "name", "names", 'name"', 'nam"', 'name":', "\\", "\\n", "e\\", '"']
+    tokens += ['":', 'e"', 'e":', "s", "x", "z", ":", 'n"', 'n":', 'x":x', "é", "x\\", 'id"', "id"]
+    vocabulary = grammar.Vocabulary([*(t.encode() for t in tokens), None], [len(tokens)])
+    ((_, node),) = keys(["name", "n", "id"])
+    rule = Rule("key", node)
+    node = grammar.seq(grammar.Call(rule), grammar.literal(":x"))
+    assert_masks_are_exact(node, vocabulary, f'"{text}":x')
+
+
 def test_keys_come_by_the_set_of_patterns_that_they_match():
     names, patterns = ["ab", "x1"], ["^a", "1"]
     groups = keys(names, [parse_regex(p, search=True) for p in patterns])

@@ -34,10 +34,13 @@ import math
 import re
 import sys
 import unicodedata
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
+from urllib.parse import unquote, urljoin
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -1054,12 +1057,12 @@ def closure(rules: list[Rule], leaf) -> set[Rule]:
     found: set[Rule] = set()
     while True:
         known: dict[Node, bool] = {}
-        more = {
-            rule for rule in rules if rule not in found and passes(rule.body, leaf, found, known)
-        }
-        if not more:
+        before = len(found)
+        for rule in rules:  # callees first: one round is often enough
+            if rule not in found and passes(rule.body, leaf, found, known):
+                found.add(rule)
+        if len(found) == before:
             return found
-        found |= more
 
 
 def passes(node: Node, leaf, rules: set[Rule], known: dict[Node, bool]) -> bool:
@@ -1108,13 +1111,17 @@ def compile(
     whitespace, in JSON: "compact" none, "default" at most a space, or a newline and 20 blanks,
     between tokens, "any" any.
     """
-    if regex is not None:
+    ignored = ()
+    if json_schema is not None:
+        schema = Schema(json_schema, lenient, whitespace)
+        root, ignored = schema.compile(), schema.ignored
+    elif regex is not None:
         root = Rule("regex", spell(parse_regex(regex)))
     elif choice is not None:
         root = Rule("choice", choices(choice))
     elif grammar is not None:
         root = parse_gbnf(grammar)
-    return Grammar(vocabulary, root)
+    return Grammar(vocabulary, root, ignored)
 
 
 def choices(choice) -> Node:
@@ -1126,7 +1133,1224 @@ def choices(choice) -> Node:
         raise SchemaError("choice", "", "half of a surrogate pair in a text") from None
 
 
-# ---------------------------------------------------------------- JSON Schema
+# ---------------------------------------------------------------- JSON Schema: conditions
+
+KINDS = ("null", "boolean", "number", "string", "array", "object")
+
+
+class Sub:
+    """A subschema: its JSON, its place, and the URI its references start from. One object each."""
+
+    __slots__ = ("raw", "path", "base")
+
+    def __init__(self, raw, path: str, base: str):
+        self.raw, self.path, self.base = raw, path, base
+
+
+class Value:
+    """A JSON value that can be compared: 1 is 1.0 and is not true; the order of keys is nothing."""
+
+    def __init__(self, value):
+        self.value, self.kind = value, kind_of(value)
+        self.key = frozen(value)
+
+    def __eq__(self, other):
+        return self.key == other.key
+
+    def __hash__(self):
+        return hash(self.key)
+
+
+def kind_of(value) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names = {int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def frozen(value):
+    kind = kind_of(value)
+    if kind == "number":
+        return kind, exact(value)
+    if kind == "array":
+        return kind, tuple(map(frozen, value))
+    if kind == "object":
+        return kind, frozenset((name, frozen(v)) for name, v in value.items())
+    return kind, value
+
+
+def exact(number: int | float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth."""
+    return Fraction(repr(number))
+
+
+class Condition:
+    """What binds the values of one kind."""
+
+    evaluates = False  # the members or items named here are not `unevaluated...` any more
+
+    def holds(self, value, schema: "Schema") -> bool:
+        """Whether a value meets it."""
+        raise NotImplementedError
+
+    def opposite(self, schema: "Schema") -> list[list["Condition"]] | None:
+        """Alternatives, conditions each, for the values that do not; None if there are none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Bound(Condition):
+    """The number, or the length, is at least n (upper: at most); open: and not n itself."""
+
+    n: Fraction
+    open: bool = False
+    upper: bool = False
+
+    def holds(self, value, schema):
+        size = len(value) if hasattr(value, "__len__") else exact(value)
+        if size == self.n:
+            return not self.open
+        return size < self.n if self.upper else size > self.n
+
+    def opposite(self, schema):
+        return [[Bound(self.n, not self.open, not self.upper)]]
+
+
+@dataclass(frozen=True)
+class Multiple(Condition):
+    """The number is divisible by another one, or (not wanted) is not."""
+
+    of: Fraction
+    wanted: bool = True
+
+    def holds(self, value, schema):
+        return (exact(value) % self.of == 0) == self.wanted
+
+    def opposite(self, schema):
+        return [[Multiple(self.of, not self.wanted)]] if self.of == 1 else None
+
+
+@dataclass(frozen=True)
+class Match(Condition):
+    """The string is in a set of texts, or (not wanted) is not."""
+
+    texts: Node
+    wanted: bool = True
+
+    def holds(self, value, schema):
+        return matches(self.texts, value) == self.wanted
+
+    def opposite(self, schema):
+        return [[Match(self.texts, not self.wanted)]]
+
+
+@dataclass(frozen=True)
+class Among(Condition):
+    """The value is one of these, or (not wanted) is not."""
+
+    values: tuple[Value, ...]
+    wanted: bool
+    place: tuple[str, str] = field(compare=False)
+
+    def holds(self, value, schema):
+        return (Value(value) in self.values) == self.wanted
+
+    def opposite(self, schema):
+        return [[Among(self.values, not self.wanted, self.place)]]
+
+
+@dataclass(frozen=True)
+class Required(Condition):
+    """The object has a member of this name, or (not wanted) has not."""
+
+    name: str
+    wanted: bool = True
+
+    def holds(self, value, schema):
+        return (self.name in value) == self.wanted
+
+    def opposite(self, schema):
+        return [[Required(self.name, not self.wanted)]]
+
+
+@dataclass(frozen=True, eq=False)
+class Members(Condition):
+    """Subschemas for the members of an object, by name, by pattern, and for the rest."""
+
+    names: dict[str, Sub]
+    patterns: tuple[tuple[Node, Sub], ...] = ()
+    rest: Sub | None = None
+    evaluates: bool = True
+
+    def of(self, name: str) -> list[Sub]:
+        subs = [self.names[name]] if name in self.names else []
+        subs += [sub for texts, sub in self.patterns if matches(texts, name)]
+        return subs if subs or not self.rest else [self.rest]
+
+    def others(self, matched: list[Node]) -> list[Sub]:
+        """The subschemas of a member without a name here, by the patterns its name matches."""
+        subs = [sub for texts, sub in self.patterns if texts in matched]
+        return subs if subs or not self.rest else [self.rest]
+
+    def holds(self, value, schema):
+        return all(schema.valid(v, tuple(self.of(name))) for name, v in value.items())
+
+    def opposite(self, schema):
+        if self.patterns or self.rest:
+            return None
+        return [
+            [Required(name), Members({name: schema.negative(sub)}, evaluates=False)]
+            for name, sub in self.names.items()
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Names(Condition):
+    sub: Sub
+
+    def holds(self, value, schema):
+        return all(schema.valid(name, (self.sub,)) for name in value)
+
+
+@dataclass(frozen=True, eq=False)
+class Items(Condition):
+    """Subschemas for the items of an array: the first ones, and the rest."""
+
+    first: tuple[Sub, ...]
+    rest: Sub | None
+    place: tuple[str, str]
+    evaluates: bool = True
+
+    def of(self, i: int) -> list[Sub]:
+        if i < len(self.first):
+            return [self.first[i]]
+        return [self.rest] if self.rest else []
+
+    def holds(self, value, schema):
+        return all(schema.valid(v, tuple(self.of(i))) for i, v in enumerate(value))
+
+    def opposite(self, schema):
+        if self.rest and self.first:
+            return None
+        if self.rest:
+            return [[Contains(schema.negative(self.rest), 1, None, self.place, False)]]
+        return [
+            [
+                Bound(Fraction(i + 1)),
+                Items((schema.yes,) * i + (schema.negative(sub),), None, self.place, False),
+            ]
+            for i, sub in enumerate(self.first)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Contains(Condition):
+    """lo to hi items satisfy a subschema."""
+
+    sub: Sub
+    lo: int
+    hi: int | None
+    place: tuple[str, str]
+    evaluates: bool = True
+
+    def holds(self, value, schema):
+        count = sum(schema.valid(v, (self.sub,)) for v in value)
+        return self.lo <= count <= (count if self.hi is None else self.hi)
+
+    def opposite(self, schema):
+        ranges = [] if self.hi is None else [(self.hi + 1, None)]
+        ranges += [(0, self.lo - 1)] if self.lo else []
+        return [[Contains(self.sub, lo, hi, self.place, False)] for lo, hi in ranges]
+
+
+@dataclass(frozen=True)
+class Unique(Condition):
+    """No two items are equal."""
+
+    place: tuple[str, str] = field(compare=False)
+
+    def holds(self, value, schema):
+        return len(set(map(Value, value))) == len(value)
+
+
+@dataclass(frozen=True)
+class Not(Condition):
+    """A condition that no automaton here can negate: for values that are listed it can be told."""
+
+    condition: object
+    place: tuple[str, str] = field(compare=False)
+
+    def holds(self, value, schema):
+        return not self.condition.holds(value, schema)
+
+    def opposite(self, schema):
+        return [[self.condition]]
+
+
+def matches(texts: Node, text: str) -> bool:
+    """Whether a text is in a set over code points."""
+    rests = {texts}
+    for char in map(ord, text):
+        rests = {then for rest in rests for lo, hi, then in rest.first() if lo <= char <= hi}
+    return any(rest.null for rest in rests)
+
+
+# ---------------------------------------------------------------- JSON Schema: normal form
+
+
+class Typed(NamedTuple):
+    """The values of one kind that meet all conditions. A schema is a union of these."""
+
+    kind: str
+    parts: tuple = ()
+
+
+ANYTHING = tuple(map(Typed, KINDS))
+ALTERNATIVES = 256  # most of one schema
+LINKS = 20_000  # most members or items of an object or an array, times the counts to keep
+LEVELS = 64  # deepest nesting of a schema, or longest chain of references
+SCHEMA_BYTES = 256 << 10
+OLD = ("draft-04", "draft-06", "draft-07")  # there nothing counts beside `$ref`
+
+
+def is_schema(value) -> bool:
+    return isinstance(value, (dict, bool))
+
+
+def is_number(value) -> bool:
+    return kind_of(value) == "number"
+
+
+def is_count(value) -> bool:
+    return is_number(value) and value >= 0 and value == int(value)
+
+
+def is_names(value) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def is_type(value) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return is_names(names) and not set(names) - {*KINDS, "integer"}
+
+
+def is_schemas(value) -> bool:
+    return isinstance(value, list) and value != [] and all(map(is_schema, value))
+
+
+def is_map(value) -> bool:
+    return isinstance(value, dict) and all(map(is_schema, value.values()))
+
+
+def is_dependencies(value) -> bool:
+    return isinstance(value, dict) and all(is_schema(v) or is_names(v) for v in value.values())
+
+
+FORMS = {  # what a keyword's value must be
+    "a type, or a list of types": (is_type, "type"),
+    "a list": (lambda v: isinstance(v, list), "enum"),
+    "a string": (lambda v: isinstance(v, str), "pattern format $ref $id $anchor $schema"),
+    "a truth value": (lambda v: isinstance(v, bool), "uniqueItems"),
+    "a number": (is_number, "minimum maximum"),
+    "a number, or a truth value": (
+        lambda v: kind_of(v) in ("number", "boolean"),
+        "exclusiveMinimum exclusiveMaximum",
+    ),
+    "a number above 0": (lambda v: is_number(v) and v > 0, "multipleOf"),
+    "a count": (
+        is_count,
+        "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains",
+    ),
+    "a list of names": (is_names, "required"),
+    "a schema": (
+        is_schema,
+        "additionalProperties propertyNames additionalItems contains not if then else "
+        "unevaluatedProperties unevaluatedItems",
+    ),
+    "a schema, or a list of schemas": (lambda v: v == [] or is_schema(v) or is_schemas(v), "items"),
+    "a list of schemas": (is_schemas, "allOf anyOf oneOf prefixItems"),
+    "an object of schemas": (is_map, "properties patternProperties dependentSchemas"),
+    "an object of lists of names": (
+        lambda v: isinstance(v, dict) and all(map(is_names, v.values())),
+        "dependentRequired",
+    ),
+    "an object of schemas or lists of names": (is_dependencies, "dependencies"),
+}
+FORM = {
+    keyword: (check, form)
+    for form, (check, keywords) in FORMS.items()
+    for keyword in keywords.split()
+}
+HOLDS_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "dependencies"}
+HOLDS_SCHEMAS |= {"$defs", "definitions"}
+IS_SCHEMA = {keyword for keyword, (_, form) in FORM.items() if "schema" in form} - HOLDS_SCHEMAS
+
+
+class Deferred(Exception):
+    """A schema is asked about while it is being worked out."""
+
+
+class Schema:
+    """A JSON Schema on its way to rules.
+
+    Each subschema becomes a union of `Typed` alternatives: `anyOf` adds alternatives, all other
+    keywords meet each alternative, and what is negated comes back as alternatives again. From
+    these the texts are built. A place is (path, keyword).
+    """
+
+    def __init__(self, source, lenient: bool, whitespace: str):
+        if whitespace not in SLOTS:
+            raise ValueError(f"whitespace is one of {', '.join(SLOTS)}, not {whitespace!r}")
+        self.lenient, self.slot = lenient, SLOTS[whitespace]
+        self.colon = seq(self.slot, literal(":"), self.slot)
+        self.deadline = perf_counter() + COMPILE_S
+        self.ignored: dict[str, None] = {}
+        self.subs: dict[tuple, Sub] = {}
+        self.bases: dict[int, str] = {}  # id of a schema's dictionary -> its URI
+        self.places: dict[str, tuple] = {}  # URI -> (schema, path)
+        self.known: dict[tuple, tuple] = {}  # (subschema, wide) -> its alternatives
+        self.open: dict[tuple, int] = {}  # those in work, and the level of values they are at
+        self.level = 0
+        self.maybe: dict[tuple, bool] = {}
+        self.values: dict[tuple, Node] = {}
+        self.rules: dict = {}  # alternatives, or texts -> rule
+        self.queue: list = []
+        raw = self.load(source)
+        self.yes, self.no = self.sub(True, "#", ""), self.sub(False, "#", "")
+        self.root = self.sub(raw, "#", "")
+
+    def compile(self) -> Rule:
+        root = Rule("#", self.value((self.root,)))
+        while self.queue:
+            rule, options = self.queue.pop()
+            rule.body = alt(*(self.text(option, rule.name) for option in options))
+        return root
+
+    def tick(self) -> None:
+        if perf_counter() > self.deadline:
+            raise SchemaError("#", "", f"it takes more than {COMPILE_S:g} s to compile")
+
+    def refuse(self, place: tuple[str, str], reason: str) -> None:
+        """Something that is not enforced."""
+        if not self.lenient:
+            raise SchemaError(*place, reason)
+        self.ignored["/".join(place)] = None
+
+    # -------------------------------------------------- the document
+
+    def load(self, source):
+        """The schema as plain JSON, with its identifiers noted."""
+        try:
+            raw = json.loads(source) if isinstance(source, str) else source
+            text = json.dumps(raw, allow_nan=False, ensure_ascii=False)
+            size = len(text.encode())
+        except RecursionError:
+            raise SchemaError("#", "", f"it is nested deeper than {LEVELS} levels") from None
+        except UnicodeEncodeError as error:
+            near = ascii(text[max(error.start - 20, 0) : error.end])
+            raise SchemaError("#", "", f"half of a surrogate pair is no text: {near}") from None
+        except (TypeError, ValueError) as error:
+            raise SchemaError("#", "", f"it is not JSON: {error}") from None
+        if size > SCHEMA_BYTES:
+            raise SchemaError("#", "", f"{size} bytes are more than {SCHEMA_BYTES}")
+        raw = json.loads(text)
+        dialect = raw.get("$schema") if isinstance(raw, dict) else None
+        self.old = isinstance(dialect, str) and any(name in dialect for name in OLD)
+        identifier = "id" if self.old and "draft-04" in dialect else "$id"
+        self.places[""] = raw, "#"
+        todo = [(raw, "#", "", 0, "schema")]
+        while todo:
+            value, path, base, level, role = todo.pop()
+            if level > LEVELS:
+                raise SchemaError("#", "", f"it is nested deeper than {LEVELS} levels")
+            if role == "schema" and isinstance(value, dict):
+                base = self.identify(value, path, base, identifier)
+            if isinstance(value, list):
+                todo += ((v, f"{path}/{i}", base, level + 1, role) for i, v in enumerate(value))
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    then = "schema" if role == "map" or key in IS_SCHEMA else "data"
+                    then = "map" if role == "schema" and key in HOLDS_SCHEMAS else then
+                    then = "data" if role == "data" else then
+                    todo.append((inner, f"{path}/{step(key)}", base, level + 1, then))
+        return raw
+
+    def identify(self, raw: dict, path: str, base: str, identifier: str) -> str:
+        """Notes the names a schema has; returns its URI."""
+        name = None if self.old and "$ref" in raw else raw.get(identifier)
+        if isinstance(name, str) and name.startswith("#"):
+            self.places[base + name] = raw, path
+        elif isinstance(name, str):
+            base = urljoin(base, name).removesuffix("#")
+            self.places[base] = raw, path
+        for anchor in ("$anchor", "$dynamicAnchor"):
+            if isinstance(raw.get(anchor), str):
+                self.places[f"{base}#{raw[anchor]}"] = raw, path
+        self.bases[id(raw)] = base
+        return base
+
+    def sub(self, raw, path: str, base: str) -> Sub:
+        if not is_schema(raw):
+            raise SchemaError(path, "", "it is not a schema")
+        base = self.bases.get(id(raw), base)
+        key = base, json.dumps(raw)
+        if key not in self.subs:
+            self.subs[key] = Sub(raw, path, base)
+        return self.subs[key]
+
+    def child(self, sub: Sub, *steps: str | int) -> Sub:
+        raw, path = sub.raw, sub.path
+        for key in steps:
+            raw, path = raw[key], f"{path}/{step(key)}"
+        return self.sub(raw, path, sub.base)
+
+    def negative(self, sub: Sub) -> Sub:
+        return self.sub({"not": sub.raw}, sub.path, sub.base)
+
+    def target(self, sub: Sub) -> Sub | None:
+        """What `$ref` names."""
+        reference, place = sub.raw["$ref"], (sub.path, "$ref")
+        local = reference.startswith("#")
+        uri = sub.base + reference if local else urljoin(sub.base, reference)
+        document, _, fragment = uri.partition("#")
+        fragment = unquote(fragment)
+        named = fragment and not fragment.startswith("/")
+        if document not in self.places:
+            return self.refuse(place, f"{reference} is in another document, which is not read")
+        raw, path = self.places.get(f"{document}#{fragment}" if named else document, (None, ""))
+        base = document
+        for key in [] if named else fragment.split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            base = self.bases.get(id(raw), base)
+            if isinstance(raw, list) and key.isdecimal() and int(key) < len(raw):
+                raw = raw[int(key)]
+            else:
+                raw = raw.get(key) if isinstance(raw, dict) else None
+            path = f"{path}/{step(key)}"
+        if not is_schema(raw):
+            raise SchemaError(*place, f"{reference} leads to no schema")
+        return self.sub(raw, path, base)
+
+    # -------------------------------------------------- alternatives
+
+    def alts(self, sub: Sub, wide: bool = False) -> tuple[Typed, ...]:
+        """The alternatives of a subschema.
+
+        wide: those of `anyOf` in all combinations, for `unevaluated...` above asks what all that
+        are met have evaluated.
+        """
+        key = sub, wide
+        if key not in self.known:
+            self.tick()
+            if self.open.get(key, self.level) < self.level:
+                raise Deferred
+            if key in self.open:
+                raise SchemaError(sub.path, "$ref", "it leads back to itself, with nothing between")
+            if len(self.open) >= LEVELS:
+                raise SchemaError(sub.path, "$ref", f"more than {LEVELS} schemas deep")
+            self.open[key] = self.level
+            try:
+                self.known[key] = self.normal(sub, wide)
+            finally:
+                del self.open[key]
+        return self.known[key]
+
+    def normal(self, sub: Sub, wide: bool) -> tuple[Typed, ...]:
+        raw = sub.raw
+        if isinstance(raw, bool):
+            return ANYTHING if raw else ()
+        for keyword, value in raw.items():
+            check, form = FORM.get(keyword, (None, ""))
+            if check and not check(value):
+                raise SchemaError(sub.path, keyword, f"{json.dumps(value)[:80]} is not {form}")
+        for keyword in raw.keys() & {"$dynamicRef", "$recursiveRef"}:
+            self.refuse((sub.path, keyword), "dynamic references are not supported")
+        if self.old and "$ref" in raw:
+            target = self.target(sub)
+            return self.alts(target, wide) if target else ANYTHING
+        unevaluated = raw.keys() & {"unevaluatedProperties", "unevaluatedItems"}
+        wide = wide or bool(unevaluated)
+        found = self.own(sub)
+        for keyword, options in self.applied(sub, wide):
+            found = self.product(found, options, (sub.path, keyword))
+        if unevaluated:
+            found = tuple(self.evaluated(sub, option) for option in found)
+        return found
+
+    def applied(self, sub: Sub, wide: bool):
+        """(keyword, alternatives) of the subschemas that bind the same value."""
+        raw, path = sub.raw, sub.path
+        child = lambda *steps: self.alts(self.child(sub, *steps), wide)  # noqa: E731
+        if "$ref" in raw and (target := self.target(sub)):
+            yield "$ref", self.alts(target, wide)
+        for i in range(len(raw.get("allOf", ()))):
+            yield "allOf", child("allOf", i)
+        if "anyOf" in raw:
+            options = [child("anyOf", i) for i in range(len(raw["anyOf"]))]
+            yield "anyOf", self.any_of(options, wide, path)
+        if "oneOf" in raw:
+            yield "oneOf", self.one_of([child("oneOf", i) for i in range(len(raw["oneOf"]))], path)
+        if "not" in raw:
+            yield "not", self.negated(child("not"), (path, "not"))
+        if "if" in raw and (wide or "then" in raw or "else" in raw):
+            place = path, "if"
+            then, other = (child(k) if k in raw else ANYTHING for k in ("then", "else"))
+            bound = "then" in raw or "else" in raw
+            unless = self.negated(child("if"), place) if bound else ANYTHING
+            met = self.product(child("if"), then, place)
+            yield "if", met + self.product(unless, other, place)
+        others = [option for option in ANYTHING if option.kind != "object"]
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, needs in raw.get(keyword, {}).items():
+                if isinstance(needs, list):
+                    then = (Typed("object", tuple(map(Required, [name, *needs]))),)
+                else:
+                    present = (Typed("object", (Required(name),)),)
+                    then = self.product(present, child(keyword, name), (path, keyword))
+                yield keyword, (*others, Typed("object", (Required(name, False),)), *then)
+
+    def product(self, one, other, place: tuple[str, str]) -> tuple[Typed, ...]:
+        """The alternatives that meet one of each."""
+        found = {}
+        for a in one:
+            for b in other:
+                if a.kind == b.kind:
+                    both = Typed(a.kind, tuple(dict.fromkeys(a.parts + b.parts)))
+                    if not a.parts or not b.parts or self.possible(both):
+                        found[both] = None
+            self.tick()
+            if len(found) > ALTERNATIVES:
+                raise SchemaError(*place, f"it has more than {ALTERNATIVES} alternatives")
+        return tuple(found)
+
+    def all_of(self, subs: tuple[Sub, ...]) -> tuple[Typed, ...]:
+        found = ANYTHING
+        for sub in subs:
+            found = self.product(found, self.alts(sub), (sub.path, ""))
+        return found
+
+    def any_of(self, options: list, wide: bool, path: str) -> tuple[Typed, ...]:
+        found = ()
+        for option in options:
+            both = self.product(found, option, (path, "anyOf")) if wide else ()
+            found = tuple(dict.fromkeys(found + option + both))
+        return found
+
+    def one_of(self, options: list, path: str) -> tuple[Typed, ...]:
+        """Each alternative without what the others allow."""
+        place, found = (path, "oneOf"), ()
+        for i, one in enumerate(options):
+            for other in options[:i] + options[i + 1 :]:
+                one = self.without(one, other, place)
+            found += one
+        return found
+
+    def without(self, options, others, place: tuple[str, str]) -> tuple[Typed, ...]:
+        for other in others:
+            kept: tuple[Typed, ...] = ()
+            for option in options:
+                if self.product([option], [other], place):
+                    kept += self.product([option], self.opposite(other, place), place)
+                else:
+                    kept += (option,)
+            options = self.reduced(kept)
+        return options
+
+    def negated(self, options, place: tuple[str, str]) -> tuple[Typed, ...]:
+        return self.without(ANYTHING, options, place)
+
+    def opposite(self, option: Typed, place: tuple[str, str]) -> list[Typed]:
+        """The values of the same kind that are not in an alternative."""
+        found = []
+        for part in option.parts:
+            pieces = part.opposite(self)
+            if pieces is None:
+                pieces = [[Not(part, place)]]
+            found += [Typed(option.kind, tuple(piece)) for piece in pieces]
+        return found
+
+    def possible(self, option: Typed) -> bool:
+        """Whether there may be such a value: False is certain, True is not."""
+        kind, parts = option
+        for part in parts:
+            if type(part) is Not and part.condition in parts:
+                return False
+            if type(part) is Required and Required(part.name, not part.wanted) in parts:
+                return False
+        try:
+            listed = self.listed(option)
+        except Deferred:
+            return True
+        if listed is not None:
+            return listed != []
+        if kind in ("number", "string"):
+            parts = tuple(part for part in parts if type(part) is not Not)
+            return self.text(Typed(kind, parts)) is not EMPTY
+        lo, hi = sizes(parts)
+        needed = [part.name for part in parts if type(part) is Required and part.wanted]
+        if hi is not None and hi < max(lo, len(needed)):
+            return False
+        if kind == "array":
+            needed = range(min(lo, 4))
+        return all(self.some(subs_of(parts, key)) for key in needed)
+
+    def some(self, subs: tuple[Sub, ...]) -> bool:
+        """Whether there may be a value of these subschemas, looking a few levels down."""
+        if subs not in self.maybe:
+            if self.level >= 3:
+                return True
+            self.level += 1
+            try:
+                self.maybe[subs] = any(self.possible(option) for option in self.all_of(subs))
+            except Deferred:
+                return True
+            finally:
+                self.level -= 1
+        return self.maybe[subs]
+
+    def valid(self, value, subs: tuple[Sub, ...]) -> bool:
+        """Whether a value satisfies all subschemas."""
+        self.level += 1
+        try:
+            return any(
+                option.kind == kind_of(value) and self.meets(value, option)
+                for option in self.all_of(subs)
+            )
+        finally:
+            self.level -= 1
+
+    def meets(self, value, option: Typed) -> bool:
+        return all(part.holds(value, self) for part in option.parts)
+
+    def listed(self, option: Typed) -> list | None:
+        """The values of an alternative, if they are listed."""
+        lists = [part.values for part in option.parts if type(part) is Among and part.wanted]
+        values = [v.value for v in lists[0]] if lists else CONSTANTS.get(option.kind)
+        if values is None:
+            return None
+        return [v for v in values if kind_of(v) == option.kind and self.meets(v, option)]
+
+    # -------------------------------------------------- keywords
+
+    def own(self, sub: Sub) -> tuple[Typed, ...]:
+        """The alternatives by the keywords that are about one kind of value each."""
+        raw = sub.raw
+        types = raw.get("type", list(KINDS))
+        types = dict.fromkeys([types] if isinstance(types, str) else types)
+        if "number" in types:
+            types.pop("integer", None)
+        listed, found = (), []
+        for keyword in ("enum", "const"):
+            if keyword in raw:
+                values = raw[keyword] if keyword == "enum" else [raw[keyword]]
+                values = tuple(dict.fromkeys(map(Value, values)))
+                listed += (Among(values, True, (sub.path, keyword)),)
+        for name in types:
+            kind = "number" if name == "integer" else name
+            parts = listed + (Multiple(Fraction(1)),) * (name == "integer")
+            if kind in ("number", "string", "array", "object"):
+                parts += tuple(getattr(self, f"{kind}_parts")(sub))
+            if all(any(v.kind == kind for v in part.values) for part in listed):
+                found.append(Typed(kind, parts))
+        return tuple(found)
+
+    def number_parts(self, sub: Sub):
+        raw = sub.raw
+        for name, upper in (("Minimum", False), ("Maximum", True)):
+            open_ = raw.get(f"exclusive{name}", False)
+            if name.lower() in raw:  # draft-04: `exclusiveMinimum: true` is about `minimum`
+                yield Bound(exact(raw[name.lower()]), open_ is True, upper)
+            if not isinstance(open_, bool):
+                yield Bound(exact(open_), True, upper)
+        if "multipleOf" in raw:
+            yield Multiple(exact(raw["multipleOf"]))
+
+    def size_parts(self, sub: Sub, noun: str):
+        for name, upper in (("min", False), ("max", True)):
+            if f"{name}{noun}" in sub.raw:
+                yield Bound(exact(sub.raw[f"{name}{noun}"]), False, upper)
+
+    def string_parts(self, sub: Sub):
+        yield from self.size_parts(sub, "Length")
+        if "pattern" in sub.raw:
+            texts = self.pattern(sub.raw["pattern"], (sub.path, "pattern"))
+            if texts:
+                yield Match(texts)
+        name = sub.raw.get("format")
+        if name in FORMATS:
+            yield Match(cached(parse_regex, FORMATS[name]))
+            if name == "hostname":
+                yield Bound(Fraction(253), False, True)
+        elif name is not None:
+            self.ignored[f"{sub.path}/format"] = None  # by default an annotation
+
+    def pattern(self, pattern: str, place: tuple[str, str]) -> Node | None:
+        try:
+            return cached(parse_regex, pattern, "#", True)
+        except SchemaError as error:
+            return self.refuse(place, error.reason)
+
+    def array_parts(self, sub: Sub):
+        raw = sub.raw
+        yield from self.size_parts(sub, "Items")
+        keyword, more = "prefixItems", "items"
+        if isinstance(raw.get("items"), list):  # before 2020-12
+            keyword, more = "items", "additionalItems"
+        first = tuple(self.child(sub, keyword, i) for i in range(len(raw.get(keyword, ()))))
+        rest = self.child(sub, more) if more in raw else None
+        if rest is self.no:
+            yield Bound(Fraction(len(first)), False, True)
+        if first or rest:
+            yield Items(first, rest, (sub.path, more))
+        if "contains" in raw:
+            hi = raw.get("maxContains")
+            lo = int(raw.get("minContains", 1))
+            yield Contains(self.child(sub, "contains"), lo, hi and int(hi), (sub.path, "contains"))
+        if raw.get("uniqueItems"):
+            yield Unique((sub.path, "uniqueItems"))
+
+    def object_parts(self, sub: Sub):
+        raw = sub.raw
+        yield from self.size_parts(sub, "Properties")
+        names = {name: self.child(sub, "properties", name) for name in raw.get("properties", ())}
+        patterns = tuple(
+            (texts, self.child(sub, "patternProperties", pattern))
+            for pattern in raw.get("patternProperties", ())
+            if (texts := self.pattern(pattern, (sub.path, "patternProperties")))
+        )
+        more = "additionalProperties"
+        if names or patterns or more in raw:
+            yield Members(names, patterns, self.child(sub, more) if more in raw else None)
+        yield from map(Required, raw.get("required", ()))
+        if "propertyNames" in raw:
+            yield Names(self.child(sub, "propertyNames"))
+
+    def evaluated(self, sub: Sub, option: Typed) -> Typed:
+        """The alternative, with a condition for what none of its conditions has evaluated."""
+        kind, parts = option
+        keyword = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}.get(kind)
+        if keyword not in sub.raw:
+            return option
+        rest = self.child(sub, keyword)
+        parts_of = [part for part in parts if type(part) in (Members, Items) and part.evaluates]
+        if any(part.rest for part in parts_of):
+            return option
+        if kind == "object":
+            names = {name: self.yes for part in parts_of for name in part.names}
+            patterns = tuple((p, self.yes) for part in parts_of for p, _ in part.patterns)
+            return Typed(kind, (*parts, Members(names, patterns, rest)))
+        seen = [part.sub for part in parts if type(part) is Contains and part.evaluates]
+        if seen:
+            raws = [rest.raw, *(s.raw for s in seen)]
+            rest = self.sub({"anyOf": raws}, rest.path, rest.base)
+        first = max((part.first for part in parts_of), key=len, default=())
+        items = Items((self.yes,) * len(first), rest, (sub.path, keyword))
+        return Typed(kind, (*parts, items))
+
+    # -------------------------------------------------- texts
+
+    def value(self, subs: tuple[Sub, ...]) -> Node:
+        """The texts of the values that satisfy all subschemas: a call of a rule."""
+        if subs not in self.values:
+            name = subs[0].path if subs else "any"
+            options = self.reduced(self.all_of(subs), wide=False)
+            if not {option.kind for option in options} & {"array", "object"}:
+                texts = alt(*(self.text(option, name) for option in options))
+                found = self.rule(texts, name) if texts is not EMPTY else EMPTY
+            else:
+                if options not in self.rules:
+                    self.rules[options] = Rule(name)
+                    self.queue.append((self.rules[options], options))
+                found = Call(self.rules[options])
+            self.values[subs] = found
+        return self.values[subs]
+
+    def rule(self, texts: Node, name: str = "part") -> Node:
+        """A call of the rule with these texts: what is called is walked once for all callers."""
+        if texts not in self.rules:
+            self.rules[texts] = Rule(name, texts)
+        return Call(self.rules[texts])
+
+    def reduced(self, options: tuple[Typed, ...], wide: bool = True) -> tuple[Typed, ...]:
+        """The alternatives that are not part of another one.
+
+        wide: they stay where they have evaluated more."""
+        sets = {option: frozenset(option.parts) for option in options}
+
+        def covers(one: Typed, other: Typed) -> bool:
+            more = sets[other] - sets[one]
+            return sets[one] < sets[other] and not (wide and any(p.evaluates for p in more))
+
+        return tuple(a for a in sets if not any(a.kind == b.kind and covers(b, a) for b in sets))
+
+    def text(self, option: Typed, path: str = "#") -> Node:
+        """The texts of an alternative."""
+        self.tick()
+        try:
+            return self.made(option)
+        except SchemaError as error:
+            raise SchemaError(max(error.path, path, key=len), error.keyword, error.reason) from None
+
+    def made(self, option: Typed) -> Node:
+        listed = self.listed(option)
+        if listed is not None:
+            return alt(*(self.spelled(value) for value in listed))
+        for part in option.parts:
+            if type(part) is Not:
+                self.refuse(part.place, "what it excludes is not regular enough to be left out")
+        return getattr(self, f"{option.kind}_text")(option)
+
+    def spelled(self, value) -> Node:
+        """A value as JSON, without needless escapes."""
+        kind = kind_of(value)
+        if kind == "number" and exact(value).denominator == 1 and abs(value) < 1e21:
+            return alt(*map(literal, (str(int(value)), f"{int(value)}.0")))
+        if kind not in ("array", "object"):
+            return literal(json.dumps(value, ensure_ascii=False))
+        inner = value.items() if kind == "object" else [(None, item) for item in value]
+        begin, end = "{}" if kind == "object" else "[]"
+        parts = [literal(begin), self.slot]
+        for i, (name, item) in enumerate(inner):
+            parts += [literal(","), self.slot] if i else []
+            parts += [self.named(name)] if kind == "object" else []
+            parts += [self.spelled(item), self.slot]
+        return seq(*parts, literal(end))
+
+    def named(self, name: str) -> Node:
+        return seq(literal(json.dumps(name, ensure_ascii=False)), self.colon)
+
+    def number_text(self, option: Typed) -> Node:
+        lo, lo_open, hi, hi_open = limits(option.parts)
+        step = None
+        for part in option.parts:
+            if type(part) is Multiple and part.wanted:
+                step = part.of if step is None else common_multiple(step, part.of)
+        cuts = sorted({exact(v.value) for v in excluded(option) if v.kind == "number"})
+        cuts = [c for c in cuts if (lo is None or c >= lo) and (hi is None or c <= hi)]
+        begins = [(lo, lo_open), *((cut, True) for cut in cuts)]
+        ends = [*((cut, True) for cut in cuts), (hi, hi_open)]
+        integer, step = step == 1, None if step == 1 else step
+        texts = alt(
+            *(
+                cached(number, lo, hi, lo_open, hi_open, integer, step)
+                for (lo, lo_open), (hi, hi_open) in zip(begins, ends)
+                if lo is None or hi is None or lo < hi or (lo == hi and not lo_open and not hi_open)
+            )
+        )
+        if any(type(part) is Multiple and not part.wanted for part in option.parts):
+            texts = both((texts, cached(parse_regex, BROKEN))).text(0, 0)
+        return texts
+
+    def string_text(self, option: Typed) -> Node:
+        parts = option.parts
+        lo, hi = sizes(parts)
+        if excluded(option) or any(type(p) is Match and not p.wanted for p in parts):
+            return alt(*(texts for _, texts in self.other_strings(option)))
+        return cached(string, lo, hi, tuple(p.texts for p in parts if type(p) is Match))
+
+    def other_strings(self, option: Typed, names=(), patterns=()):
+        """The strings of an alternative other than the names, by which patterns they match."""
+        parts = option.parts
+        lo, hi = sizes(parts)
+        if hi is not None and hi < lo:
+            return
+        wanted = [p.texts for p in parts if type(p) is Match and p.wanted]
+        if lo or hi is not None:
+            wanted.append(repeat(Symbol(0, 0x10FFFF), lo, hi))
+        other = [p.texts for p in parts if type(p) is Match and not p.wanted]
+        names = [*names, *(v.value for v in excluded(option) if v.kind == "string")]
+        first = len(patterns)
+        must = set(range(first, first + len(wanted)))
+        for matched, texts in keys(names, [*patterns, *wanted, *other]):
+            if {i for i in matched if i >= first} == must:
+                yield [patterns[i] for i in sorted(matched - must)], texts
+
+    def array_text(self, option: Typed) -> Node:
+        parts = option.parts
+        lo, hi = sizes(parts)
+        lo = max([lo, *(1 for v in self.left_out(option))])
+        if hi is not None and hi < lo:
+            return EMPTY
+        start = max([1, *(len(p.first) for p in parts if type(p) is Items)])
+        counts = [p for p in parts if type(p) is Contains and (p.lo or p.hi is not None)]
+        for unique in [p for p in parts if type(p) is Unique][: hi is None or hi > 1]:
+            values = self.few(option, start == 1 and not counts)
+            if values is not None:
+                return self.distinct(
+                    values, lo, len(values) if hi is None else min(hi, len(values))
+                )
+            self.refuse(unique.place, "it would take all items before to know the next")
+        for extra in counts[1:]:
+            self.refuse(extra.place, "two of them for one array are not supported")
+        count = counts[0] if counts else Contains(self.yes, 0, None, ("", ""))
+        if counts:
+            start = max(start, lo, hi or 0)
+        top = count.lo if count.hi is None else count.hi
+        self.within(start * (top + 1), counts[0].place if counts else ("#", ""))
+
+        def moves(i: int, c: int):
+            """(texts of item i, the items counted with it), after c counted ones."""
+            subs = subs_of(parts, i)
+            if count.hi is None:
+                yield self.value(subs), c
+            else:
+                yield self.value((*subs, self.negative(count.sub))), c
+            if c < top:
+                yield self.value((*subs, count.sub)), c + 1
+
+        comma, close = seq(literal(","), self.slot), literal("]")
+        tails = [EMPTY] * (top + 2)  # what follows the first i items, by those counted
+        for c in range(top, -1, -1):
+            go, stay = [EMPTY], EMPTY
+            for item, then in moves(start, c):
+                item = seq(comma, item, self.slot)
+                stay, go = (item, go) if then == c else (stay, [seq(item, tails[then])])
+            if max(lo, hi or 0) > MANY_ITEMS:  # then a state for each count, not several
+                stay = self.rule(stay)
+            room = None if hi is None else max(hi - start, 0)
+            end = close if c >= count.lo else EMPTY
+            tails[c] = seq(
+                repeat(stay, max(lo - start, 0), room), alt(end, *(go if room != 0 else []))
+            )
+        for i in range(start - 1, -1, -1):
+            self.tick()
+            after, tails = tails, []
+            for c in range(top + 1):
+                end = close if i >= lo and c >= count.lo else EMPTY
+                more = [seq(item, self.slot, after[then]) for item, then in moves(i, c)]
+                more = alt(*more) if hi is None or i < hi else EMPTY
+                tails.append(alt(end, seq(comma, more) if i else more))
+        return seq(literal("["), self.slot, tails[0])
+
+    def few(self, option: Typed, plain: bool) -> list | None:
+        """The values of the items, if they are few and the same for all items."""
+        lists = [self.listed(item) for item in self.all_of(subs_of(option.parts, 0))]
+        if not plain or any(values is None for values in lists):
+            return None
+        values = [v.value for v in dict.fromkeys(Value(v) for values in lists for v in values)]
+        return values if len(values) <= UNIQUE else None
+
+    def distinct(self, values: list, lo: int, hi: int) -> Node:
+        """The arrays of lo to hi different values, by a state for each set of used ones."""
+        comma, close = seq(literal(","), self.slot), literal("]")
+        texts = [seq(self.spelled(value), self.slot) for value in values]
+        tails: dict[int, Node] = {}
+        for used in range((1 << len(values)) - 1, -1, -1):
+            size = used.bit_count()
+            unused = [i for i in range(len(values)) if not used >> i & 1]
+            more = alt(*(seq(texts[i], tails[used | 1 << i]) for i in unused if size < hi))
+            tails[used] = alt(close if size >= lo else EMPTY, seq(comma, more) if used else more)
+        return seq(literal("["), self.slot, tails[0])
+
+    def object_text(self, option: Typed) -> Node:
+        parts = option.parts
+        lo, hi = sizes(parts)
+        lo = max([lo, *(1 for v in self.left_out(option))])
+        members = [part for part in parts if type(part) is Members]
+        required = {part.name: part.wanted for part in parts if type(part) is Required}
+        names = dict.fromkeys(name for part in members for name in part.names) | required
+        bound = tuple(part.sub for part in parts if type(part) is Names)
+        spellings = [option for option in self.all_of(bound) if option.kind == "string"]
+        lists = [self.listed(option) for option in spellings]
+        names |= dict.fromkeys(name for values in lists for name in values or ())
+        links = []  # (whether it must be there, its texts)
+        for name in names:
+            must = required.get(name)
+            allowed = must is not False and (not bound or self.valid(name, bound))
+            value = self.value(subs_of(parts, name)) if allowed else EMPTY
+            if value is EMPTY and must:
+                return EMPTY
+            if value is not EMPTY:
+                links.append((bool(must), seq(self.named(name), value, self.slot)))
+        rest = EMPTY
+        for spelling, values in zip(spellings, lists):
+            if values is None:
+                rest = alt(rest, self.others(spelling, members, list(names)))
+        return self.chain(links, rest, lo, hi)
+
+    def others(self, spelling: Typed, members: list[Members], names: list[str]) -> Node:
+        """The members that have none of the names."""
+        if any(part.rest is self.no and not part.patterns for part in members):
+            return EMPTY
+        found = []
+        patterns = list(dict.fromkeys(texts for part in members for texts, _ in part.patterns))
+        for matched, texts in self.other_strings(spelling, names, patterns):
+            subs = dict.fromkeys(sub for part in members for sub in part.others(matched))
+            value = self.value(tuple(subs))
+            found.append(seq(self.rule(texts), self.colon, value, self.slot))
+        return alt(*found)
+
+    def chain(self, links: list[tuple[bool, Node]], rest: Node, lo: int, hi: int | None) -> Node:
+        """The objects of lo to hi members: some of the links in order, then others."""
+        needed = sum(must for must, _ in links)
+        lo = 0 if lo <= needed else lo
+        if rest is EMPTY and hi is not None and hi >= len(links):
+            hi = None
+        if hi is not None and hi < max(needed, lo):
+            return EMPTY
+        top = lo if hi is None else hi  # members are counted up to here
+        self.within(len(links) * (min(top, len(links)) + 1), ("#", "maxProperties"))
+        comma, close = seq(literal(","), self.slot), literal("}")
+        last = max((i for i, (must, _) in enumerate(links) if must), default=-1)
+        tails, entries = [], []  # after the first i links: what may follow, by members so far
+        for written in range(min(len(links), top) + 1):
+            room = None if hi is None else hi - written
+            more = repeat(seq(comma, rest), max(lo - written, 0), room)
+            tails.append(seq(more, close))
+            room = None if hi is None else max(room - 1, 0)
+            more = repeat(seq(comma, rest), max(lo - written - 1, 0), room)
+            entries.append(seq(rest, more, close) if written != hi else EMPTY)
+        for i in range(len(links) - 1, -1, -1):
+            self.tick()
+            must, link = links[i]
+            for written in range(min(i, top) + 1):
+                then = min(written + 1, top)
+                entry = seq(link, tails[then]) if written != hi else EMPTY
+                entries[written] = entry if must else alt(entry, entries[written])
+            for written in range(min(i, top) + 1):
+                end = close if i > last and written >= lo else EMPTY
+                tails[written] = alt(end, seq(comma, entries[written]))
+        end = close if last < 0 and lo == 0 else EMPTY
+        return seq(literal("{"), self.slot, alt(end, entries[0]))
+
+    def left_out(self, option: Typed) -> list:
+        """The excluded arrays or objects, if they are empty: a length of 1 leaves them out."""
+        found = []
+        for part in option.parts:
+            if type(part) is Among and not part.wanted:
+                others = Typed(option.kind, tuple(p for p in option.parts if p is not part))
+                values = [v.value for v in part.values if v.kind == option.kind]
+                values = [v for v in values if self.meets(v, others)]
+                if any(values):
+                    self.refuse(part.place, "arrays and objects cannot be left out one by one")
+                found += [v for v in values if not v]
+        return found
+
+    def within(self, links: int, place: tuple[str, str]) -> None:
+        if links > LINKS:
+            raise SchemaError(*place, f"it would take {links} states, more than {LINKS}")
+
+
+def limits(parts) -> tuple:
+    """(lo, whether without lo itself, hi, whether without hi itself) of the bounds."""
+    bounds = [part for part in parts if type(part) is Bound]
+    lo, lo_open = max(((b.n, b.open) for b in bounds if not b.upper), default=(None, False))
+    hi, closed = min(((b.n, not b.open) for b in bounds if b.upper), default=(None, True))
+    return lo, lo_open, hi, not closed
+
+
+def sizes(parts) -> tuple[int, int | None]:
+    """(shortest, longest) of the bounds of a length."""
+    lo, lo_open, hi, hi_open = limits(parts)
+    return max(int(lo or 0) + lo_open, 0), None if hi is None else int(hi) - hi_open
+
+
+def subs_of(parts, key) -> tuple[Sub, ...]:
+    """The subschemas of a member by its name, or of an item by its index."""
+    holders = [part for part in parts if type(part) in (Members, Items)]
+    return tuple(dict.fromkeys(sub for part in holders for sub in part.of(key)))
+
+
+def excluded(option: Typed) -> list[Value]:
+    lists = [part.values for part in option.parts if type(part) is Among and not part.wanted]
+    return [value for values in lists for value in values]
+
+
+def common_multiple(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(
+        math.lcm(a.numerator * b.denominator, b.numerator * a.denominator),
+        a.denominator * b.denominator,
+    )
+
+
+def step(key) -> str:
+    """A step of a JSON pointer."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+# ---------------------------------------------------------------- JSON Schema: formats
+
+CONSTANTS = {"null": [None], "boolean": [True, False]}
+MANY_ITEMS = 64
+BROKEN = r"-?[0-9]+\.[0-9]*[1-9][0-9]*"  # numbers that are not integers, without an exponent
+UNIQUE = 8  # most values of items that may not repeat: 256 states
+SLOTS = {
+    "compact": NOTHING,
+    "default": optional(
+        alt(literal(" "), seq(literal("\n"), repeat(alt(literal(" "), literal("\t")), 0, 20)))
+    ),
+    "any": repeat(alt(*map(literal, " \t\n\r"))),
+}
+
+
+def formats() -> dict[str, str]:
+    """The formats that are enforced, as regular expressions of the whole string."""
+    day, leap = "(0[1-9]|1[0-9]|2[0-8])", "(0[48]|[2468][048]|[13579][26])"
+    date = (
+        f"([0-9]{{4}}-((0[1-9]|1[0-2])-{day}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+        f"|([0-9]{{2}}{leap}|([02468][048]|[13579][26])00)-02-29)"
+    )
+    offset = "[+-]([01][0-9]|2[0-3]):[0-5][0-9]"
+    time_ = (
+        f"(([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?([Zz]|{offset})|{leap_seconds()})"
+    )
+    digits, letter = "[0-9]+", "[A-Za-z0-9]"
+    clock = f"T({digits}H({digits}M({digits}S)?)?|{digits}M({digits}S)?|{digits}S)"
+    days = f"({digits}Y({digits}M({digits}D)?)?|{digits}M({digits}D)?|{digits}D)"
+    octet = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+    ipv4 = f"{octet}(\\.{octet}){{3}}"
+    hexes = "[0-9A-Fa-f]{1,4}"
+    low = f"({hexes}:{hexes}|{ipv4})"
+    ipv6 = [f"({hexes}:){{6}}{low}", f"::({hexes}:){{5}}{low}"]
+    ipv6 += [f"(({hexes}:){{0,{n}}}{hexes})?::({hexes}:){{{4 - n}}}{low}" for n in range(5)]
+    ipv6 += [f"(({hexes}:){{0,5}}{hexes})?::{hexes}", f"(({hexes}:){{0,6}}{hexes})?::"]
+    ipv6 = f"({'|'.join(ipv6)})"
+    # Labels with "--" in third place are left out: which ones are valid takes Unicode's tables.
+    body = "[A-Za-z0-9-]"
+    label = (
+        f"{letter}({body}{{0,2}}{letter}|{body}({letter}{body}|-{letter}){body}{{0,58}}{letter})?"
+    )
+    domain = f"{letter}({body}{{0,61}}{letter})?(\\.{letter}({body}{{0,61}}{letter})?)*"
+    atom = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+    quoted = '"([ !#-\\[\\]-~]|\\\\[ -~])*"'
+    escape = "%[0-9A-Fa-f]{2}"
+    plain = "A-Za-z0-9._~!$&'()*+,;="
+    char = f"([{plain}:@-]|{escape})"
+    host = f"(\\[({ipv6}|[Vv][0-9A-Fa-f]+\\.[{plain}:-]+)\\]|([{plain}-]|{escape})*)"
+    authority = f"(([{plain}:-]|{escape})*@)?{host}(:[0-9]*)?"
+    path = f"(//{authority}(/{char}*)*|/({char}+(/{char}*)*)?|{char}+(/{char}*)*)?"
+    return {
+        "date": date,
+        "time": time_,
+        "date-time": f"{date}[Tt]{time_}",
+        "duration": f"P({digits}W|{days}({clock})?|{clock})",
+        "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+        "ipv4": ipv4,
+        "ipv6": ipv6,
+        "hostname": f"{label}(\\.{label})*",
+        "email": f"({atom}(\\.{atom})*|{quoted})@({domain}|\\[({ipv4}|IPv6:{ipv6})\\])",
+        "uri": f"[A-Za-z][A-Za-z0-9+.-]*:{path}(\\?({char}|[/?])*)?(#({char}|[/?])*)?",
+    }
+
+
+def leap_seconds() -> str:
+    """Second 60 is 23:59:60 in UTC: here for the offsets of whole and half hours."""
+    found = ["23:59:60(\\.[0-9]+)?[Zz]"]
+    for minutes in range(0, 24 * 60, 30):
+        for sign in (1, -1):
+            local = (23 * 60 + 59 + sign * minutes) % (24 * 60)
+            clock, zone = (f"{m // 60:02}:{m % 60:02}" for m in (local, minutes))
+            found.append(f"{clock}:60(\\.[0-9]+)?[{'+' if sign > 0 else '-'}]{zone}")
+    return "|".join(found)
+
+
+FORMATS = formats()
+
+
+@lru_cache(256)
+def cached(make, *parameters) -> Node:
+    """What many schemas have in common is made once."""
+    return make(*parameters)
 
 
 # ---------------------------------------------------------------- JSON numbers

@@ -3357,13 +3357,14 @@ def unroll(rule: Rule) -> None:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "maximum": 130}},
     "required": ["name"],
     "additionalProperties": False,
 }
-TEXT = '{"name":"Zoë","age":36}'
-WORDS = ['{"', '":', '":"', '","', '"}', "na", "name", "age", "ge", "oe", "Zo", "36", "6}", "true"]
+TEXT = '{"name":"Ada","age":36}'
+WORDS = ['{"', '":', '":"', '","', '"}', "na", "name", "age", "ge", "Ad", "ada", "36", "6}", "true"]
 ASCII = [bytes([b]) for b in range(32, 127)]
+WAYS = 7  # drawn of a rule
 
 
 def shown(lo: int, hi: int) -> str:
@@ -3424,7 +3425,7 @@ def draw(machine: Machine, rule: Rule) -> list[str]:
         state, found = machine.look(number), {}
         for lo, hi, then in state.edges:
             found.setdefault(then, []).append(shown(lo, hi))
-        calls = sorted((f" [{callee.name}] ", then) for callee, then in state.calls)
+        calls = sorted((f" <{callee.name}> ", then) for callee, then in state.calls)
         return [("|".join(texts), then) for then, texts in found.items()] + calls
 
     name(todo.pop())
@@ -3433,28 +3434,33 @@ def draw(machine: Machine, rule: Rule) -> list[str]:
             while len(onward := ways(then)) == 1 and not machine.look(then).accepts:
                 more, then = onward[0]
                 text += more
-            text = text if len(text) <= 60 else f"{text[:57]}..."
-            lines.append(f"{rule.name:<10} {names[number]:>3}  {text:<60} -> {name(then)}")
-    return lines
+            lines.append(f"{names[number]:>5}  {text[:56]:<56}  -> {name(then)}")
+    return lines[:WAYS] + [f"{'':>7}and {len(lines) - WAYS} more"] * (len(lines) > WAYS)
 
 
 def picture(text: str) -> str:
     vocabulary = Vocabulary([*ASCII, *(word.encode() for word in WORDS), None], [109])
     grammar = compile(vocabulary, json_schema=SCHEMA, whitespace="compact")
-    lines = [f"schema   {json.dumps(SCHEMA)}", "", "The rules: bytes read, [rules called]"]
+    lines = [json.dumps(SCHEMA)[:100], json.dumps(SCHEMA)[100:], ""]
+    lines.append(
+        "Its rules: a|b a byte, <rule> a call; numbers are the forks of a rule's automaton"
+    )
     for rule in reversed(reachable(grammar.root)):
-        lines += draw(grammar.machine, rule)
-    lines += ["", f"The legal tokens, of {len(vocabulary.tokens) - 1}, before each token of {text}"]
-    matcher, data = grammar.matcher(), text.encode()
+        lines += [f"<{rule.name}>", *draw(grammar.machine, rule)]
+    lines += ["", f"{text}: the legal ones of {len(vocabulary.tokens) - 1} tokens, longest first"]
+    matcher, data, encode = grammar.matcher(), text.encode(), lambda text: cut(vocabulary, text)
     while True:
         bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
         ids = [i for i in np.flatnonzero(bits).tolist() if i not in vocabulary.stop_ids]
         ids.sort(key=lambda i: (-len(vocabulary.tokens[i]), i))
         legal = " ".join(vocabulary.tokens[i].decode() for i in ids[:12])
         legal += f" and {len(ids) - 12} more" if len(ids) > 12 else ""
-        token = next((i for i in ids if data.startswith(vocabulary.tokens[i])), None)
-        taken = "" if token is None else vocabulary.tokens[token].decode()
-        lines.append(f"{taken or '(stop)':<8} {len(ids):>4}  {legal}")
+        legal += " (stop)" * matcher.ends
+        forced = b"".join(vocabulary.tokens[i] for i in matcher.forced(encode)).decode()
+        legal += f"   forced: {forced}" if forced else ""
+        token = cut(vocabulary, data.decode())[0] if data else None
+        taken = "(stop)" if token is None else vocabulary.tokens[token].decode()
+        lines.append(f"{taken:>8}{len(ids) + matcher.ends:>5}  {legal}".rstrip())
         if token is None:
             return "\n".join(lines)
         matcher.accept(token)
@@ -3512,8 +3518,9 @@ def standard_words(most: int) -> list[bytes]:
     return singles + pieces[: most - 256]
 
 
-def cut(vocabulary: Vocabulary, text: bytes) -> list[int]:
+def cut(vocabulary: Vocabulary, words: str) -> list[int]:
     """A text as the longest token each time."""
+    text = words.encode()
     ids, node, best = [], 0, (-1, 0)
     start = at = 0
     while start < len(text):
@@ -3547,7 +3554,7 @@ def bench() -> str:
         compiled, rounds = perf_counter() - begun, []
         for _ in range(3):
             matcher, times = grammar.matcher(), []
-            for token in cut(vocabulary, text.encode()):
+            for token in cut(vocabulary, text):
                 begun = perf_counter()
                 matcher.mask()
                 times.append((perf_counter() - begun) * 1e6)

@@ -468,7 +468,7 @@ class Machine:
 
     def build(self, states: np.ndarray) -> None:
         """The table's rows of these states."""
-        for number in np.unique(states[~self.built[states]]).tolist():
+        for number in set(states[~self.built[states]].tolist()):
             for lo, hi, then in self.look(number).edges:
                 self.table[number, lo : hi + 1] = then
             self.built[number] = True
@@ -620,7 +620,8 @@ class Machine:
     def frontier(self, nodes: np.ndarray) -> int:
         """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
         if not (nodes[1:] > nodes[:-1]).all():
-            nodes = np.unique(nodes)
+            nodes = np.sort(nodes)
+            nodes = nodes[np.append(True, nodes[1:] > nodes[:-1])]
         return intern(self.frontier_ids, self.frontiers, nodes.tobytes(), lambda _: nodes)
 
     def walk(self, number: int, frontier: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
@@ -662,7 +663,7 @@ class Machine:
         at = nodes[flags & 1 > 0]
         ends = self.frontier(at) if len(at) else 0
         callers, at = states[flags & 2 > 0], nodes[flags & 2 > 0]
-        calls = [(n, self.frontier(at[callers == n])) for n in np.unique(callers).tolist()]
+        calls = [(n, self.frontier(at[callers == n])) for n in sorted(set(callers.tolist()))]
         return keep(self.walks, (number, frontier), (inside, ends, calls))
 
     def patched(self, number: int) -> tuple | None:
@@ -689,10 +690,10 @@ class Machine:
         flags = self.flags[states] & v.onward[nodes]
         if calls or (flags & 2).any():
             return None
-        at = self.frontiers[ends] if ends else nodes[:0]
-        at = np.union1d(np.setdiff1d(at, nodes), nodes[flags & 1 > 0])
+        at = set(self.frontiers[ends].tolist() if ends else ()) - set(nodes.tolist())
+        at = sorted(at | set(nodes[flags & 1 > 0].tolist()))
         inside = inside & ~v.pack(nodes) | v.pack(nodes[states > 0])
-        return inside, self.frontier(at) if len(at) else 0, []
+        return inside, self.frontier(np.array(at)) if at else 0, []
 
     def usual(self, number: int) -> int:
         """The state that most bytes lead to."""
@@ -828,8 +829,8 @@ class Machine:
     def sweep_counted(self, home: int, frontier: int):
         """`sweep` of a state without counts, and how many characters were begun at each node.
 
-        Returns that number for each id (too large for all that do not end within characters);
-        (nodes, states, characters ended, characters begun, whether it is in the rest) of all nodes;
+        Returns that number for each id (from the root; too large for all that do not end within
+        characters); (nodes, states, characters ended, characters begun, whether it is in the rest) of all nodes;
         and the first three of the nodes in the rest.
         """
         found = self.sweeps.get((home, frontier))
@@ -840,10 +841,13 @@ class Machine:
             kind[self.within(home)] = 1
             kind = kind[states]
             begun, over = counts + (kind == 1), kind == 2
-            rooms = np.full(len(self.vocabulary.parent), INFINITE + 1, np.int32)
-            rooms[nodes[~over]] = begun[~over]
+            rooms = None
+            if not frontier:
+                rooms = np.full(len(self.vocabulary.parent), INFINITE + 1, np.int32)
+                rooms[nodes[~over]] = begun[~over]
+                rooms = rooms[self.vocabulary.node]
             found = (
-                rooms[self.vocabulary.node],
+                rooms,
                 (nodes, states, counts, begun, over),
                 (nodes[over], states[over], counts[over]),
             )

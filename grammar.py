@@ -592,6 +592,8 @@ class Machine:
                 if stack not in seen:
                     seen.add(stack)
                     todo.append(stack)
+            if len(seen) > STACKS:
+                raise SchemaError("#", "", f"a token has more than {STACKS} meanings at once")
         return keep(self.parts, (number, frame), union(masks))
 
     def clamp(self, number: int, frontier: int = 0) -> int:

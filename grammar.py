@@ -2389,8 +2389,8 @@ def number(
         3       0              .  end
         3.      0              0
 
-    Beside a bound an exponent is taken where json.dumps writes one (1e-07, but not 7e-1), beside
-    `multiple` never. A text that double precision reads as an open bound is outside: nothing
+    Beside a bound an exponent is taken where json.dumps writes one (1e-07, but not 7e-1) and all
+    digits before it are inside by themselves, beside `multiple` never. A text that double precision reads as an open bound is outside: nothing
     below 1 begins with 0.99999999999999999.
     """
     given = [Fraction(x) for x in (lo, hi, multiple) if x is not None]
@@ -2439,7 +2439,8 @@ def unsigned(low: tuple, high: tuple, fraction: int, multiple) -> Node:
     step = int(multiple * one) if multiple else 1
     most = max(WHOLE, len(str(int(max(low[0], multiple or 0)))) + 1)
     values = between(low, min(high, (Fraction(10**most), True)), Fraction(1, one), step)
-    options = [] if multiple else scientific(low, high, fraction)
+    inside = low <= (1, False) and high >= (10, False)  # else 7 might be left to end in e-05 only
+    options = scientific(low, high, fraction) if inside and not multiple else []
     shortest, longest = (len(str(values[i] // one)) for i in (0, -1)) if values else (1, 0)
     whole = []  # lengths of which all numbers are inside: chosen later, digit by digit
     for n in range(shortest, longest + 1):

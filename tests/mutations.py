@@ -3445,6 +3445,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        "    options = scientific(low, high, fraction) if inside and not multiple else []",
+        "    options = [] if multiple else scientific(low, high, fraction)",
+        "a digit comes first that only an exponent can bring inside",
+        "tests/test_grammar_numbers.py -k no_digit_comes_first",
+    ),
+    (
+        "grammar.py",
         "            options.append(seq(spelled(values, fraction + 1, fraction), exponent(n, n)))",
         "            options.append(seq(spelled(range(one, 10 * one), fraction + 1, fraction), exponent(n, n)))",
         "a number with an exponent passes the bound",

@@ -66,6 +66,9 @@ def is_inside(text, lo=None, hi=None, lo_open=False, hi_open=False, integer=Fals
             return -324 <= power <= 308
         if multiple is not None or large or not (-324 <= power <= -5 or 16 <= power <= 308):
             return False
+        low, high = (lo, hi) if text[0] != "-" else (hi and -hi, lo and -lo)
+        if low is not None and low > 1 or high is not None and high < 10:
+            return False
     value = F(text)
     read = (lambda x: x) if integer else (lambda x: F(float(x)))  # as double precision has it
     if lo is not None and (value < lo or lo_open and read(value) <= read(lo)):
@@ -222,7 +225,7 @@ def test_tiny_ranges_and_bounds_of_many_digits():
     assert taken("0.1 0.10 0.10000001 0.100000005 0.1000000001 0.11", **tiny) == (
         "0.100000005 0.1000000001".split()
     )
-    assert taken("1e-300 1.5e-300 2e-300 9e-301 2.1e-300", lo=F(1, 10**300), hi=F(2, 10**300)) == (
+    assert taken("1e-300 1.5e-300 2e-300 9e-301 11", lo=F(1, 10**300), hi=10) == (
         "1e-300 1.5e-300 2e-300".split()
     )
     assert grammar(lo=F(1, 10**300)).accepts("0." + "0" * 299 + "1")
@@ -233,12 +236,18 @@ def test_tiny_ranges_and_bounds_of_many_digits():
 
 
 def test_an_exponent_beside_a_bound_is_one_that_json_dumps_writes():
-    unit = "1e-07 1.5e-07 9.99E-005 1e-4 1e-04 10e-08 0.1e-07 5e-1 0e-7 1e-07.0 -1e-07 1e-7 1.0e-7"
-    assert taken(unit, lo=0, hi=1) == "1e-07 1.5e-07 9.99E-005 1e-7 1.0e-7".split()
-    assert taken("1e15 1e16 1e+16 1.5e+308 1.8e308 1e-07", lo=5) == "1e16 1e+16 1.5e+308".split()
-    assert (
-        taken("1e16 3e-05 2e-05 3.1e-05", hi=F("0.00003"), lo=F("0.00002")) == "3e-05 2e-05".split()
+    small = "1e-07 1.5e-07 9.99E-005 1e-4 1e-04 10e-08 0.1e-07 5e-1 0e-7 1e-07.0 -1e-07 1e-7 1.0e-7"
+    assert taken(small, lo=0, hi=10) == "1e-07 1.5e-07 9.99E-005 1e-7 1.0e-7".split()
+    assert taken("1e15 1e16 1e+16 1.5e+308 1.8e308 1e-07 1e-5 9e-5", lo=F(2, 10**5)) == (
+        "1e16 1e+16 1.5e+308 9e-5".split()
     )
+
+
+def test_no_digit_comes_first_that_only_an_exponent_could_bring_inside():
+    assert taken("7e-05 1e-05 0.00001 0.7 1", lo=0, hi=1) == "0.00001 0.7 1".split()
+    assert taken("1e16 5", lo=5) == ["5"]
+    m = Grammar(BYTES, Rule("number", number(lo=0, hi=1))).matcher()
+    assert not m.accept(ord("7")) and m.accept(ord("1")) and m.accept(ord("."))
 
 
 def test_every_float_of_json_dumps_is_a_number_with_and_without_bounds():

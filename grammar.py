@@ -2898,16 +2898,17 @@ def forks(edges: list[tuple[int, int, Node]]) -> Node:
 
 
 class Reader:
-    """A pattern or grammar that is parsed from left to right."""
+    """A pattern or grammar that is parsed from left to right.
+
+    A kind of it has `fail(reason, at)`, which raises SchemaError with the place (by default the one
+    where the reader is), and `escaped(inside)`: the ranges of code points of an escape, after its
+    backslash; inside: of a class.
+    """
 
     counts = re.compile(r"([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\}")
 
     def __init__(self, text: str):
         self.text, self.at, self.depth = text, 0, 0
-
-    def fail(self, reason: str, at: int | None = None):
-        """Raises SchemaError with the place, by default the one where the reader is."""
-        raise NotImplementedError
 
     def take(self, token: str) -> bool:
         found = self.text.startswith(token, self.at)
@@ -2979,10 +2980,6 @@ class Reader:
         c = self.next()
         return self.escaped(inside=True) if c == "\\" else ((ord(c), ord(c)),)
 
-    def escaped(self, inside: bool):
-        """The code points of an escape after its backslash, as ranges; inside: of a class."""
-        raise NotImplementedError
-
 
 def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node:
     """An ECMA-262 regular expression as a set of texts over code points.
@@ -3012,19 +3009,15 @@ class Regex(Reader):
     """
 
     def __init__(self, pattern: str, path: str):
+        self.path, self.keyword = path, "" if path == "regex" else "pattern"
         if not isinstance(pattern, str):
-            raise SchemaError(path, self.keyword(path), f"{pattern!r} is not a string")
+            raise SchemaError(path, self.keyword, f"{pattern!r} is not a string")
         super().__init__(pattern)
-        self.path = path
-
-    @staticmethod
-    def keyword(path: str) -> str:
-        return "" if path == "regex" else "pattern"
 
     def fail(self, reason, at=None):
         place = (self.at if at is None else at) + 1
         reason = f"{reason}, at character {place} of {self.text[:100]!r}"
-        raise SchemaError(self.path, self.keyword(self.path), reason)
+        raise SchemaError(self.path, self.keyword, reason)
 
     def alternatives(self) -> dict:
         options = [self.sequence()]
@@ -3043,7 +3036,6 @@ class Regex(Reader):
 
     def term(self) -> dict:
         begin, c = self.at, self.next()
-        done = None
         if c == "^":
             done = {(True, False): NOTHING}
         elif c == "$":
@@ -3204,19 +3196,7 @@ CLASSES = {
         + [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
     ),
 }
-CATEGORIES = {
-    "Letter": "L",
-    "Mark": "M",
-    "Number": "N",
-    "Punctuation": "P",
-    "Symbol": "S",
-    "Separator": "Z",
-    "Other": "C",
-    "Uppercase_Letter": "Lu",
-    "Lowercase_Letter": "Ll",
-    "Decimal_Number": "Nd",
-    "digit": "Nd",
-}
+CATEGORIES = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "digit": "Nd"}
 QUOTE = literal('"')
 CHAR = spell(  # of a JSON string, in all its spellings
     parse_regex(

@@ -2060,7 +2060,7 @@ class Schema:
             return
         wanted = [p.texts for p in parts if type(p) is Match and p.wanted]
         if lo or hi is not None:
-            wanted.append(repeat(Symbol(0, 0x10FFFF), lo, hi))
+            wanted.append(repeat(symbols(*ANY), lo, hi))
         other = [p.texts for p in parts if type(p) is Match and not p.wanted]
         names = [*names, *(v.value for v in excluded(option) if v.kind == "string")]
         first = len(patterns)

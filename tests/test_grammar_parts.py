@@ -595,3 +595,10 @@ def test_a_rule_with_too_many_readings_of_a_text_stops():
     made = grammar.compile(BYTES, regex="((((((a{1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}")
     with pytest.raises(SchemaError, match="meanings at once"):
         made.accepts("a" * 60)
+
+
+def test_a_length_beside_names_takes_no_surrogates():
+    """Half of a pair, as three bytes, once passed as a character of a string with a length."""
+    made = grammar.compile(BYTES, json_schema={"not": {"enum": ["a"]}, "minLength": 1})
+    assert made.accepts('"é"') and not made.accepts('"a"') and not made.accepts('""')
+    assert not made.accepts(b'"\xed\xa0\x80"')

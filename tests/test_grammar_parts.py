@@ -163,7 +163,7 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
     rng = random.Random(6)
     contains_a = parse_regex("a", search=True)
     checked = 0
-    for _ in range(400):
+    for _ in range(300):
         pattern = random_pattern(rng, 4, rng.random() < 0.5)
         search = rng.random() < 0.5
         node = parse_regex(pattern, search=search)
@@ -182,7 +182,7 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
             want = match, match, match and lo <= len(text) <= hi, match and long and "a" in text
             assert seen == want, (pattern, search, text, lo, hi)
             checked += match
-    assert checked > 1000
+    assert checked > 900
 
 
 @pytest.mark.parametrize(
@@ -366,12 +366,14 @@ def test_a_token_that_begins_before_a_counted_pattern_may_reach_far_into_it(monk
 @pytest.mark.parametrize(
     "pattern, reason",
     [
-        ("a.{20}", "more than 10000 states"),
-        ("^.{0,20000}x$", "more than 10000 states"),
-        ("^(a{2999}|b{2998}|c{2997})*$", "too large a table"),
+        ("a.{20}", "more than 500 states"),
+        ("^.{0,600}x$", "more than 500 states"),
+        ("^(a{99}|b{98}|c{97})*$", "too large a table"),
     ],
 )
-def test_a_pattern_with_a_length_that_grows_too_large_is_refused(pattern, reason):
+def test_a_pattern_with_a_length_that_grows_too_large_is_refused(pattern, reason, monkeypatch):
+    monkeypatch.setattr(grammar, "DFA_STATES", 500)
+    monkeypatch.setattr(grammar, "CELLS", 1 << 16)
     with pytest.raises(SchemaError, match=reason):
         string(1, 50, [parse_regex(pattern, search=True)])
 
@@ -591,7 +593,8 @@ def test_a_regex_must_match_the_whole_text():
         grammar.compile(BYTES, regex="(")
 
 
-def test_a_rule_with_too_many_readings_of_a_text_stops():
+def test_a_rule_with_too_many_readings_of_a_text_stops(monkeypatch):
+    monkeypatch.setattr(grammar, "MEANINGS", 1000)
     made = grammar.compile(BYTES, regex="((((((a{1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}")
     with pytest.raises(SchemaError, match="meanings at once"):
         made.accepts("a" * 60)

@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
+from os.path import commonprefix
 from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin
@@ -1132,7 +1133,7 @@ def choices(choice) -> Node:
     if isinstance(choice, str) or not choice or not all(isinstance(c, str) for c in choice):
         raise SchemaError("choice", "", "a list of texts is needed, not empty")
     try:
-        return alt(*(literal(c) for c in choice))
+        return texts([c.encode() for c in dict.fromkeys(choice)])
     except UnicodeEncodeError:
         raise SchemaError("choice", "", "half of a surrogate pair in a text") from None
 
@@ -2874,14 +2875,19 @@ def digits(ranges, more: int, lead: int) -> Node:
     return forks(edges)
 
 
-def texts(options: list[bytes]) -> Node:
+def texts(options: list[bytes], depth: int = 0) -> Node:
     """One of several texts, each beginning written once."""
+    if len(options) < 2 or depth == NESTED:
+        return alt(*map(literal, options))
+    shared = commonprefix(options)
     after: dict[int, list[bytes]] = {}
     for option in options:
-        if option:
-            after.setdefault(option[0], []).append(option[1:])
-    ends = NOTHING if b"" in options else EMPTY
-    return alt(ends, forks([(byte, byte, texts(rests)) for byte, rests in after.items()]))
+        if option != shared:
+            tail = option[len(shared) :]
+            after.setdefault(tail[0], []).append(tail[1:])
+    ends = NOTHING if shared in options else EMPTY
+    edges = [(byte, byte, texts(tails, depth + 1)) for byte, tails in after.items()]
+    return seq(literal(shared), alt(ends, forks(edges)))
 
 
 def forks(edges: list[tuple[int, int, Node]]) -> Node:

@@ -574,6 +574,19 @@ def test_a_choice_is_one_of_its_texts():
     assert not any(map(accepts, ["", "n", "noo", "yesno"]))
 
 
+def test_a_long_choice_is_read_beginning_by_beginning():
+    words = [f"item-{n}" for n in range(0, 3000, 3)]
+    made = grammar.compile(grammar.Vocabulary(BYTES.tokens, [256]), choice=words)
+    accepted = [n for n in range(3000) if made.accepts(f"item-{n}")]
+    assert accepted == list(range(0, 3000, 3))
+    assert max(len(state.rests) for state in made.machine.states) == 1
+
+
+def test_a_choice_of_beginnings_of_each_other_is_read_to_any_depth():
+    accepts = grammar.compile(BYTES, choice=["a" * n for n in range(0, 300, 2)]).accepts
+    assert [n for n in range(302) if accepts("a" * n)] == list(range(0, 300, 2))
+
+
 @pytest.mark.parametrize("choice", [[], "yes", [1], ["\ud800"]])
 def test_a_choice_that_is_no_list_of_texts_is_refused(choice):
     with pytest.raises(SchemaError, match="choice: "):

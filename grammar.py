@@ -1116,6 +1116,9 @@ def compile(
     whitespace, in JSON: "compact" none, "default" at most a space, or a newline and 20 blanks,
     between tokens, "any" any.
     """
+    given = sum(one is not None for one in (json_schema, regex, choice, grammar))
+    if given != 1:
+        raise ValueError(f"one of json_schema, regex, choice and grammar is needed, not {given}")
     ignored = ()
     if json_schema is not None:
         schema = Schema(json_schema, lenient, whitespace)

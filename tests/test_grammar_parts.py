@@ -593,6 +593,12 @@ def test_a_choice_that_is_no_list_of_texts_is_refused(choice):
         grammar.compile(BYTES, choice=choice)
 
 
+@pytest.mark.parametrize("given", [{}, {"regex": "a", "choice": ["a"]}])
+def test_one_grammar_is_given(given):
+    with pytest.raises(ValueError, match=f"is needed, not {len(given)}"):
+        grammar.compile(BYTES, **given)
+
+
 @pytest.mark.parametrize("given", [{"regex": 5}, {"grammar": 5}])
 def test_a_pattern_or_grammar_that_is_no_text_is_refused(given):
     with pytest.raises(SchemaError, match="5 is not a string"):

@@ -2830,12 +2830,13 @@ def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
     """
     if not json:
         return utf8(ranges)
-    escapes = [
-        escape(chr(c)).encode()
-        for lo, hi in minus(ESCAPED, inverse(ranges))
-        for c in range(lo, hi + 1)
-    ]
-    return alt(utf8(minus(ranges, ESCAPED)), texts(escapes))
+    return alt(utf8(minus(ranges, ESCAPED)), escapes(minus(ESCAPED, inverse(ranges))))
+
+
+@cache
+def escapes(ranges: tuple[tuple[int, int], ...]) -> Node:
+    """One of these characters in its escape."""
+    return texts([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
 
 
 def escape(text: str) -> str:
@@ -2853,12 +2854,13 @@ def utf8(ranges) -> Node:
         [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
     ):
         some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
-        options.append(digits([(lo, hi) for lo, hi in some if lo <= hi], more, lead))
+        options.append(digits(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
         begin = end
     return alt(*options)
 
 
-def digits(ranges, more: int, lead: int) -> Node:
+@lru_cache(1 << 14)
+def digits(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
     """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
     if not more:
         return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
@@ -2873,8 +2875,9 @@ def digits(ranges, more: int, lead: int) -> Node:
             parts.setdefault(last, []).append((0, hi % size))
             last -= 1
         if first <= last:
-            edges.append((lead + first, lead + last, digits([(0, size - 1)], more - 1, 0x80)))
-    edges += [(lead + n, lead + n, digits(part, more - 1, 0x80)) for n, part in parts.items()]
+            edges.append((lead + first, lead + last, digits(((0, size - 1),), more - 1, 0x80)))
+    for n, part in parts.items():
+        edges.append((lead + n, lead + n, digits(tuple(part), more - 1, 0x80)))
     return forks(edges)
 
 

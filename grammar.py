@@ -60,6 +60,8 @@ COMPILE_S = 2.0  # longest compilation
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
 CELLS = 1 << 25  # bytes of a table of lengths
 NESTED = 64  # groups
+ANCHORED = 16  # groups with anchors in them, one after the other
+LONGEST = 1 << 17  # characters of a pattern or a GBNF grammar
 
 
 class SchemaError(ValueError):
@@ -2799,6 +2801,7 @@ def minus(ranges, others) -> tuple[tuple[int, int], ...]:
     return inverse([*inverse(ranges), *others])
 
 
+@lru_cache(1 << 12)
 def spell(node: Node, json: bool = False) -> Node:
     """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
     if type(node) is Seq:
@@ -2921,6 +2924,8 @@ class Reader:
 
     def __init__(self, text: str):
         self.text, self.at, self.depth = text, 0, 0
+        if len(text) > LONGEST:
+            self.fail(f"it is longer than {LONGEST} characters")
 
     def take(self, token: str) -> bool:
         found = self.text.startswith(token, self.at)
@@ -3038,9 +3043,11 @@ class Regex(Reader):
         return either(*options)
 
     def sequence(self) -> dict:
-        parts = []
+        begin, parts = self.at, []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self.term())
+        if sum(len(part) > 1 for part in parts) > ANCHORED:
+            self.fail(f"more than {ANCHORED} groups in a row with anchors in them", begin)
         done = free(NOTHING)
         for part in reversed(parts):
             done = join(part, done)

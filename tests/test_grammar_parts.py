@@ -214,6 +214,8 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
         (r"\ud800", "half of a surrogate pair", 1),
         ("a\\", "it ends too early", 3),
         ("(^a){9}", "an anchor that is repeated more than 8 times", 1),
+        ("(^|a)" * 17, "more than 16 groups in a row with anchors in them", 1),
+        ("a" * 140_000, "it is longer than 131072 characters", 1),
         ("(" * 65 + "a" + ")" * 65, "groups nested more than 64 deep", 65),
     ],
 )
@@ -548,6 +550,7 @@ def test_a_rule_that_begins_with_itself_is_a_repetition(left, plain):
         (r'root ::= "\ud800"', 1, 10, "half of a surrogate pair"),
         (r"root ::= [\U00110000]", 1, 11, "not a code point"),
         ("root ::= <think>", 1, 10, "tokens are not supported"),
+        ("#" * 140_000, 1, 1, "it is longer than 131072 characters"),
         ("root ::= " + "(" * 65, 1, 74, "groups nested more than 64 deep"),
     ],
 )

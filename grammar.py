@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
+from os.path import commonprefix
 from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin
@@ -59,6 +60,8 @@ COMPILE_S = 2.0  # longest compilation
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
 CELLS = 1 << 25  # bytes of a table of lengths
 NESTED = 64  # groups
+ANCHORED = 16  # groups with anchors in them, one after the other
+LONGEST = 1 << 17  # characters of a pattern or a GBNF grammar
 
 
 class SchemaError(ValueError):
@@ -1117,6 +1120,9 @@ def compile(
     whitespace, in JSON: "compact" none, "default" at most a space, or a newline and 20 blanks,
     between tokens, "any" any.
     """
+    given = sum(one is not None for one in (json_schema, regex, choice, grammar))
+    if given != 1:
+        raise ValueError(f"one of json_schema, regex, choice and grammar is needed, not {given}")
     ignored = ()
     if json_schema is not None:
         schema = Schema(json_schema, lenient, whitespace)
@@ -1134,7 +1140,7 @@ def choices(choice) -> Node:
     if isinstance(choice, str) or not choice or not all(isinstance(c, str) for c in choice):
         raise SchemaError("choice", "", "a list of texts is needed, not empty")
     try:
-        return alt(*(literal(c) for c in choice))
+        return texts([c.encode() for c in dict.fromkeys(choice)])
     except UnicodeEncodeError:
         raise SchemaError("choice", "", "half of a surrogate pair in a text") from None
 
@@ -2062,7 +2068,7 @@ class Schema:
             return
         wanted = [p.texts for p in parts if type(p) is Match and p.wanted]
         if lo or hi is not None:
-            wanted.append(repeat(Symbol(0, 0x10FFFF), lo, hi))
+            wanted.append(repeat(symbols(*ANY), lo, hi))
         other = [p.texts for p in parts if type(p) is Match and not p.wanted]
         names = [*names, *(v.value for v in excluded(option) if v.kind == "string")]
         first = len(patterns)
@@ -2798,6 +2804,7 @@ def minus(ranges, others) -> tuple[tuple[int, int], ...]:
     return inverse([*inverse(ranges), *others])
 
 
+@lru_cache(1 << 12)
 def spell(node: Node, json: bool = False) -> Node:
     """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
     if type(node) is Seq:
@@ -2829,12 +2836,13 @@ def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
     """
     if not json:
         return utf8(ranges)
-    escapes = [
-        escape(chr(c)).encode()
-        for lo, hi in minus(ESCAPED, inverse(ranges))
-        for c in range(lo, hi + 1)
-    ]
-    return alt(utf8(minus(ranges, ESCAPED)), texts(escapes))
+    return alt(utf8(minus(ranges, ESCAPED)), escapes(minus(ESCAPED, inverse(ranges))))
+
+
+@cache
+def escapes(ranges: tuple[tuple[int, int], ...]) -> Node:
+    """One of these characters in its escape."""
+    return texts([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
 
 
 def escape(text: str) -> str:
@@ -2852,12 +2860,13 @@ def utf8(ranges) -> Node:
         [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
     ):
         some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
-        options.append(digits([(lo, hi) for lo, hi in some if lo <= hi], more, lead))
+        options.append(digits(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
         begin = end
     return alt(*options)
 
 
-def digits(ranges, more: int, lead: int) -> Node:
+@lru_cache(1 << 14)
+def digits(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
     """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
     if not more:
         return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
@@ -2872,19 +2881,25 @@ def digits(ranges, more: int, lead: int) -> Node:
             parts.setdefault(last, []).append((0, hi % size))
             last -= 1
         if first <= last:
-            edges.append((lead + first, lead + last, digits([(0, size - 1)], more - 1, 0x80)))
-    edges += [(lead + n, lead + n, digits(part, more - 1, 0x80)) for n, part in parts.items()]
+            edges.append((lead + first, lead + last, digits(((0, size - 1),), more - 1, 0x80)))
+    for n, part in parts.items():
+        edges.append((lead + n, lead + n, digits(tuple(part), more - 1, 0x80)))
     return forks(edges)
 
 
-def texts(options: list[bytes]) -> Node:
+def texts(options: list[bytes], depth: int = 0) -> Node:
     """One of several texts, each beginning written once."""
+    if len(options) < 2 or depth == NESTED:
+        return alt(*map(literal, options))
+    shared = commonprefix(options)
     after: dict[int, list[bytes]] = {}
     for option in options:
-        if option:
-            after.setdefault(option[0], []).append(option[1:])
-    ends = NOTHING if b"" in options else EMPTY
-    return alt(ends, forks([(byte, byte, texts(rests)) for byte, rests in after.items()]))
+        if option != shared:
+            tail = option[len(shared) :]
+            after.setdefault(tail[0], []).append(tail[1:])
+    ends = NOTHING if shared in options else EMPTY
+    edges = [(byte, byte, texts(tails, depth + 1)) for byte, tails in after.items()]
+    return seq(literal(shared), alt(ends, forks(edges)))
 
 
 def forks(edges: list[tuple[int, int, Node]]) -> Node:
@@ -2901,16 +2916,19 @@ def forks(edges: list[tuple[int, int, Node]]) -> Node:
 
 
 class Reader:
-    """A pattern or grammar that is parsed from left to right."""
+    """A pattern or grammar that is parsed from left to right.
+
+    A kind of it has `fail(reason, at)`, which raises SchemaError with the place (by default the one
+    where the reader is), and `escaped(inside)`: the ranges of code points of an escape, after its
+    backslash; inside: of a class.
+    """
 
     counts = re.compile(r"([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\}")
 
     def __init__(self, text: str):
         self.text, self.at, self.depth = text, 0, 0
-
-    def fail(self, reason: str, at: int | None = None):
-        """Raises SchemaError with the place, by default the one where the reader is."""
-        raise NotImplementedError
+        if len(text) > LONGEST:
+            self.fail(f"it is longer than {LONGEST} characters")
 
     def take(self, token: str) -> bool:
         found = self.text.startswith(token, self.at)
@@ -2982,10 +3000,6 @@ class Reader:
         c = self.next()
         return self.escaped(inside=True) if c == "\\" else ((ord(c), ord(c)),)
 
-    def escaped(self, inside: bool):
-        """The code points of an escape after its backslash, as ranges; inside: of a class."""
-        raise NotImplementedError
-
 
 def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node:
     """An ECMA-262 regular expression as a set of texts over code points.
@@ -3015,19 +3029,15 @@ class Regex(Reader):
     """
 
     def __init__(self, pattern: str, path: str):
+        self.path, self.keyword = path, "" if path == "regex" else "pattern"
         if not isinstance(pattern, str):
-            raise SchemaError(path, self.keyword(path), f"{pattern!r} is not a string")
+            raise SchemaError(path, self.keyword, f"{pattern!r} is not a string")
         super().__init__(pattern)
-        self.path = path
-
-    @staticmethod
-    def keyword(path: str) -> str:
-        return "" if path == "regex" else "pattern"
 
     def fail(self, reason, at=None):
         place = (self.at if at is None else at) + 1
         reason = f"{reason}, at character {place} of {self.text[:100]!r}"
-        raise SchemaError(self.path, self.keyword(self.path), reason)
+        raise SchemaError(self.path, self.keyword, reason)
 
     def alternatives(self) -> dict:
         options = [self.sequence()]
@@ -3036,9 +3046,11 @@ class Regex(Reader):
         return either(*options)
 
     def sequence(self) -> dict:
-        parts = []
+        begin, parts = self.at, []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self.term())
+        if sum(len(part) > 1 for part in parts) > ANCHORED:
+            self.fail(f"more than {ANCHORED} groups in a row with anchors in them", begin)
         done = free(NOTHING)
         for part in reversed(parts):
             done = join(part, done)
@@ -3046,7 +3058,6 @@ class Regex(Reader):
 
     def term(self) -> dict:
         begin, c = self.at, self.next()
-        done = None
         if c == "^":
             done = {(True, False): NOTHING}
         elif c == "$":
@@ -3207,19 +3218,7 @@ CLASSES = {
         + [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
     ),
 }
-CATEGORIES = {
-    "Letter": "L",
-    "Mark": "M",
-    "Number": "N",
-    "Punctuation": "P",
-    "Symbol": "S",
-    "Separator": "Z",
-    "Other": "C",
-    "Uppercase_Letter": "Lu",
-    "Lowercase_Letter": "Ll",
-    "Decimal_Number": "Nd",
-    "digit": "Nd",
-}
+CATEGORIES = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "digit": "Nd"}
 QUOTE = literal('"')
 CHAR = spell(  # of a JSON string, in all its spellings
     parse_regex(

@@ -163,7 +163,7 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
     rng = random.Random(6)
     contains_a = parse_regex("a", search=True)
     checked = 0
-    for _ in range(400):
+    for _ in range(300):
         pattern = random_pattern(rng, 4, rng.random() < 0.5)
         search = rng.random() < 0.5
         node = parse_regex(pattern, search=search)
@@ -182,7 +182,7 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
             want = match, match, match and lo <= len(text) <= hi, match and long and "a" in text
             assert seen == want, (pattern, search, text, lo, hi)
             checked += match
-    assert checked > 1000
+    assert checked > 900
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,8 @@ def test_random_patterns_with_lengths_accept_the_texts_that_re_accepts():
         (r"\ud800", "half of a surrogate pair", 1),
         ("a\\", "it ends too early", 3),
         ("(^a){9}", "an anchor that is repeated more than 8 times", 1),
+        ("(^|a)" * 17, "more than 16 groups in a row with anchors in them", 1),
+        ("a" * 140_000, "it is longer than 131072 characters", 1),
         ("(" * 65 + "a" + ")" * 65, "groups nested more than 64 deep", 65),
     ],
 )
@@ -366,12 +368,14 @@ def test_a_token_that_begins_before_a_counted_pattern_may_reach_far_into_it(monk
 @pytest.mark.parametrize(
     "pattern, reason",
     [
-        ("a.{20}", "more than 10000 states"),
-        ("^.{0,20000}x$", "more than 10000 states"),
-        ("^(a{2999}|b{2998}|c{2997})*$", "too large a table"),
+        ("a.{20}", "more than 500 states"),
+        ("^.{0,600}x$", "more than 500 states"),
+        ("^(a{99}|b{98}|c{97})*$", "too large a table"),
     ],
 )
-def test_a_pattern_with_a_length_that_grows_too_large_is_refused(pattern, reason):
+def test_a_pattern_with_a_length_that_grows_too_large_is_refused(pattern, reason, monkeypatch):
+    monkeypatch.setattr(grammar, "DFA_STATES", 500)
+    monkeypatch.setattr(grammar, "CELLS", 1 << 16)
     with pytest.raises(SchemaError, match=reason):
         string(1, 50, [parse_regex(pattern, search=True)])
 
@@ -546,6 +550,7 @@ def test_a_rule_that_begins_with_itself_is_a_repetition(left, plain):
         (r'root ::= "\ud800"', 1, 10, "half of a surrogate pair"),
         (r"root ::= [\U00110000]", 1, 11, "not a code point"),
         ("root ::= <think>", 1, 10, "tokens are not supported"),
+        ("#" * 140_000, 1, 1, "it is longer than 131072 characters"),
         ("root ::= " + "(" * 65, 1, 74, "groups nested more than 64 deep"),
     ],
 )
@@ -572,10 +577,29 @@ def test_a_choice_is_one_of_its_texts():
     assert not any(map(accepts, ["", "n", "noo", "yesno"]))
 
 
+def test_a_long_choice_is_read_beginning_by_beginning():
+    words = [f"item-{n}" for n in range(0, 3000, 3)]
+    made = grammar.compile(grammar.Vocabulary(BYTES.tokens, [256]), choice=words)
+    accepted = [n for n in range(3000) if made.accepts(f"item-{n}")]
+    assert accepted == list(range(0, 3000, 3))
+    assert max(len(state.rests) for state in made.machine.states) == 1
+
+
+def test_a_choice_of_beginnings_of_each_other_is_read_to_any_depth():
+    accepts = grammar.compile(BYTES, choice=["a" * n for n in range(0, 300, 2)]).accepts
+    assert [n for n in range(302) if accepts("a" * n)] == list(range(0, 300, 2))
+
+
 @pytest.mark.parametrize("choice", [[], "yes", [1], ["\ud800"]])
 def test_a_choice_that_is_no_list_of_texts_is_refused(choice):
     with pytest.raises(SchemaError, match="choice: "):
         grammar.compile(BYTES, choice=choice)
+
+
+@pytest.mark.parametrize("given", [{}, {"regex": "a", "choice": ["a"]}])
+def test_one_grammar_is_given(given):
+    with pytest.raises(ValueError, match=f"is needed, not {len(given)}"):
+        grammar.compile(BYTES, **given)
 
 
 @pytest.mark.parametrize("given", [{"regex": 5}, {"grammar": 5}])
@@ -591,7 +615,15 @@ def test_a_regex_must_match_the_whole_text():
         grammar.compile(BYTES, regex="(")
 
 
-def test_a_rule_with_too_many_readings_of_a_text_stops():
+def test_a_rule_with_too_many_readings_of_a_text_stops(monkeypatch):
+    monkeypatch.setattr(grammar, "MEANINGS", 1000)
     made = grammar.compile(BYTES, regex="((((((a{1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}")
     with pytest.raises(SchemaError, match="meanings at once"):
         made.accepts("a" * 60)
+
+
+def test_a_length_beside_names_takes_no_surrogates():
+    """Half of a pair, as three bytes, once passed as a character of a string with a length."""
+    made = grammar.compile(BYTES, json_schema={"not": {"enum": ["a"]}, "minLength": 1})
+    assert made.accepts('"é"') and not made.accepts('"a"') and not made.accepts('""')
+    assert not made.accepts(b'"\xed\xa0\x80"')

@@ -2186,7 +2186,7 @@ def cached(make, *parameters) -> Node:
 CONSTANTS = {"null": [None], "boolean": [True, False]}
 MANY_ITEMS = 64
 UNIQUE = 2000  # most sets of values that an array has used
-BROKEN = r"-?[0-9]+\.[0-9]*[1-9][0-9]*"  # numbers that are not integers, without an exponent
+BROKEN = r"-?[0-9]{1,9}\.[0-9]{0,5}[1-9]0{0,5}"  # no integers, also as a double
 SLOTS = {  # white space between two tokens
     "compact": NOTHING,
     "default": optional(

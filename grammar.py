@@ -34,6 +34,7 @@ import math
 import re
 import sys
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache, reduce
@@ -1435,11 +1436,7 @@ FORMS = [
     ("not if then else unevaluatedProperties unevaluatedItems", "a schema", is_schema),
     ("items", "a schema, or a list of schemas", lambda v: is_schema(v) or list_of(is_schema)(v)),
     ("properties patternProperties dependentSchemas", "an object of schemas", map_of(is_schema)),
-    (
-        "dependencies",
-        "an object of schemas or lists",
-        map_of(lambda v: is_schema(v) or are_names(v)),
-    ),
+    ("dependencies", "schemas or lists of names", map_of(lambda v: is_schema(v) or are_names(v))),
 ]
 FORM = {keyword: (form, check) for words, form, check in FORMS for keyword in words.split()}
 MAPS = {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs"}
@@ -1484,10 +1481,8 @@ class Schema:
         if whitespace not in SLOTS:
             raise ValueError(f"whitespace is one of {', '.join(SLOTS)}, not {whitespace!r}")
         self.lenient, self.slot = lenient, SLOTS[whitespace]
-        self.colon, self.comma = (
-            seq(self.slot, literal(":"), self.slot),
-            seq(literal(","), self.slot),
-        )
+        self.comma = seq(literal(","), self.slot)
+        self.colon = seq(self.slot, literal(":"), self.slot)
         self.deadline = perf_counter() + COMPILE_S
         self.ignored: dict[str, None] = {}
         self.subs: dict[tuple, Sub] = {}
@@ -1722,10 +1717,14 @@ class Schema:
         for option in options:
             both = self.product(found, option, (path, "anyOf")) if wide else ()
             found = tuple(dict.fromkeys(found + option + both))
-        return found
+        lists = [option for option in found if only_lists(option)]
+        return tuple(option for option in found if option not in lists) + joined(lists)
 
     def one_of(self, options: list, path: str) -> tuple[Typed, ...]:
         """Each alternative without what the others allow."""
+        if all(only_lists(option) for one in options for option in one):
+            counts = Counter(text for one in options for _, (part,) in one for text in part.texts)
+            return joined([option for one in options for option in one], counts)
         found = ()
         for i, one in enumerate(options):
             for other in options[:i] + options[i + 1 :]:
@@ -1837,6 +1836,8 @@ class Schema:
         types = dict.fromkeys([types] if isinstance(types, str) else types)
         if "number" in types:
             types.pop("integer", None)
+        if raw.get("nullable"):
+            self.ignored[f"{sub.path}/nullable"] = None  # OpenAPI's: here an annotation
         lists = [raw["enum"]] if "enum" in raw else []
         lists += [[raw["const"]]] if "const" in raw else []
         found = []
@@ -1893,6 +1894,8 @@ class Schema:
         if isinstance(raw.get("items"), list):  # before 2020-12
             keyword, more = "items", "additionalItems"
         first = tuple(self.child(sub, keyword, i) for i in range(len(raw.get(keyword, ()))))
+        if keyword == "items" and "prefixItems" in raw:
+            raise SchemaError(sub.path, "items", "it is a list, beside prefixItems")
         rest = self.child(sub, more) if more in raw else None
         if rest is self.no:
             yield Bound(Fraction(len(first)), False, True)
@@ -2163,6 +2166,22 @@ class Schema:
                 tails[n] = alt(end, seq(self.comma, entries[n]))
         end = close if last < 0 and lo == 0 else EMPTY
         return seq(literal("{"), self.slot, alt(end, entries[0]))
+
+
+def only_lists(option: Typed) -> bool:
+    return len(option.parts) == 1 and type(option.parts[0]) is Among
+
+
+def joined(lists: list[Typed], counts=None) -> tuple[Typed, ...]:
+    """Alternatives that only list values, as one of each kind; counts: values with 1 stay."""
+    found: dict[str, dict] = {}
+    for kind, (part,) in lists:
+        pairs = zip(part.texts, part.values)
+        pairs = ((text, value) for text, value in pairs if not counts or counts[text] == 1)
+        found.setdefault(kind, {}).update(pairs)
+    return tuple(
+        Typed(kind, (Among(tuple(v), tuple(v.values())),)) for kind, v in found.items() if v
+    )
 
 
 def common_multiple(a: Fraction | None, b: Fraction) -> Fraction:

@@ -34,9 +34,11 @@ import math
 import re
 import sys
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from itertools import combinations
 from pathlib import Path
 from os.path import commonprefix
 from time import perf_counter
@@ -1147,67 +1149,60 @@ def choices(choice) -> Node:
 
 # ---------------------------------------------------------------- JSON Schema: conditions
 
-KINDS = ("null", "boolean", "number", "string", "array", "object")
-
 
 class Sub:
     """A subschema: its JSON, its place, and the URI its references start from. One object each."""
-
-    __slots__ = ("raw", "path", "base")
 
     def __init__(self, raw, path: str, base: str):
         self.raw, self.path, self.base = raw, path, base
 
 
-class Value:
-    """A JSON value that can be compared: 1 is 1.0 and is not true; the order of keys is nothing."""
-
-    def __init__(self, value):
-        self.value, self.kind = value, kind_of(value)
-        self.key = frozen(value)
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-
 def kind_of(value) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    names = {int: "number", float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
+    return KIND_OF[type(value)]
 
 
-def frozen(value):
-    kind = kind_of(value)
-    if kind == "number":
-        return kind, exact(value)
-    if kind == "array":
-        return kind, tuple(map(frozen, value))
-    if kind == "object":
-        return kind, frozenset((name, frozen(v)) for name, v in value.items())
-    return kind, value
-
-
-def exact(number: int | float) -> Fraction:
+def exact(value) -> Fraction:
     """The number as it is written: 0.1 is a tenth."""
-    return Fraction(repr(number))
+    return Fraction(repr(value))
+
+
+def canonical(value) -> str:
+    """A text that equal JSON values share: 1 is 1.0 and is not true, keys have no order."""
+    kind = kind_of(value)
+    if kind == "array":
+        return f"[{','.join(map(canonical, value))}]"
+    if kind == "object":
+        return (
+            f"{{{','.join(sorted(f'{json.dumps(k)}:{canonical(v)}' for k, v in value.items()))}}}"
+        )
+    return str(exact(value)) if kind == "number" else json.dumps(value)
 
 
 class Condition:
-    """What binds the values of one kind."""
+    """What binds the values of one kind. A place is (path, keyword)."""
 
-    evaluates = False  # the members or items named here are not `unevaluated...` any more
+    evaluates = False  # what it names is not left for an `unevaluated...`
+    negatable = False  # texts can be built for its negation
 
     def holds(self, value, schema: "Schema") -> bool:
         """Whether a value meets it."""
         raise NotImplementedError
 
-    def opposite(self, schema: "Schema") -> list[list["Condition"]] | None:
-        """Alternatives, conditions each, for the values that do not; None if there are none."""
-        return None
+    def opposite(self, schema: "Schema", place) -> list[list["Condition"]]:
+        """Alternatives, conditions each, for the values that do not."""
+        return [[Not(self, place)]]
+
+
+@dataclass(frozen=True)
+class Not(Condition):
+    condition: Condition
+    place: tuple[str, str] = field(compare=False)
+
+    def holds(self, value, schema):
+        return not self.condition.holds(value, schema)
+
+    def opposite(self, schema, place):
+        return [[self.condition]]
 
 
 @dataclass(frozen=True)
@@ -1219,70 +1214,60 @@ class Bound(Condition):
     upper: bool = False
 
     def holds(self, value, schema):
-        size = len(value) if hasattr(value, "__len__") else exact(value)
+        size = exact(value) if kind_of(value) == "number" else len(value)
         if size == self.n:
             return not self.open
         return size < self.n if self.upper else size > self.n
 
-    def opposite(self, schema):
+    def opposite(self, schema, place):
         return [[Bound(self.n, not self.open, not self.upper)]]
 
 
 @dataclass(frozen=True)
 class Multiple(Condition):
-    """The number is divisible by another one, or (not wanted) is not."""
-
     of: Fraction
-    wanted: bool = True
+
+    @property
+    def negatable(self):
+        return self.of == 1
 
     def holds(self, value, schema):
-        return (exact(value) % self.of == 0) == self.wanted
-
-    def opposite(self, schema):
-        return [[Multiple(self.of, not self.wanted)]] if self.of == 1 else None
+        return exact(value) % self.of == 0
 
 
 @dataclass(frozen=True)
 class Match(Condition):
-    """The string is in a set of texts, or (not wanted) is not."""
+    """The string is in a set of texts over code points."""
 
     texts: Node
-    wanted: bool = True
+    negatable = True
 
     def holds(self, value, schema):
-        return matches(self.texts, value) == self.wanted
-
-    def opposite(self, schema):
-        return [[Match(self.texts, not self.wanted)]]
+        return matches(self.texts, value)
 
 
 @dataclass(frozen=True)
 class Among(Condition):
-    """The value is one of these, or (not wanted) is not."""
+    """The value is one of these, all of one kind."""
 
-    values: tuple[Value, ...]
-    wanted: bool
-    place: tuple[str, str] = field(compare=False)
+    texts: tuple[str, ...]
+    values: tuple = field(compare=False)
+
+    @property
+    def negatable(self):
+        return kind_of(self.values[0]) not in ("array", "object")
 
     def holds(self, value, schema):
-        return (Value(value) in self.values) == self.wanted
-
-    def opposite(self, schema):
-        return [[Among(self.values, not self.wanted, self.place)]]
+        return canonical(value) in self.texts
 
 
 @dataclass(frozen=True)
 class Required(Condition):
-    """The object has a member of this name, or (not wanted) has not."""
-
     name: str
-    wanted: bool = True
+    negatable = True
 
     def holds(self, value, schema):
-        return (self.name in value) == self.wanted
-
-    def opposite(self, schema):
-        return [[Required(self.name, not self.wanted)]]
+        return self.name in value
 
 
 @dataclass(frozen=True, eq=False)
@@ -1297,19 +1282,19 @@ class Members(Condition):
     def of(self, name: str) -> list[Sub]:
         subs = [self.names[name]] if name in self.names else []
         subs += [sub for texts, sub in self.patterns if matches(texts, name)]
-        return subs if subs or not self.rest else [self.rest]
+        return subs or [self.rest] * (self.rest is not None)
 
-    def others(self, matched: list[Node]) -> list[Sub]:
-        """The subschemas of a member without a name here, by the patterns its name matches."""
+    def unnamed(self, matched: list[Node]) -> list[Sub]:
+        """The subschemas of a member without a name here, whose name matches these patterns."""
         subs = [sub for texts, sub in self.patterns if texts in matched]
-        return subs if subs or not self.rest else [self.rest]
+        return subs or [self.rest] * (self.rest is not None)
 
     def holds(self, value, schema):
         return all(schema.valid(v, tuple(self.of(name))) for name, v in value.items())
 
-    def opposite(self, schema):
+    def opposite(self, schema, place):
         if self.patterns or self.rest:
-            return None
+            return super().opposite(schema, place)
         return [
             [Required(name), Members({name: schema.negative(sub)}, evaluates=False)]
             for name, sub in self.names.items()
@@ -1329,27 +1314,25 @@ class Items(Condition):
     """Subschemas for the items of an array: the first ones, and the rest."""
 
     first: tuple[Sub, ...]
-    rest: Sub | None
-    place: tuple[str, str]
+    rest: Sub | None = None
     evaluates: bool = True
 
     def of(self, i: int) -> list[Sub]:
-        if i < len(self.first):
-            return [self.first[i]]
-        return [self.rest] if self.rest else []
+        return [self.first[i]] if i < len(self.first) else [self.rest] * (self.rest is not None)
 
     def holds(self, value, schema):
         return all(schema.valid(v, tuple(self.of(i))) for i, v in enumerate(value))
 
-    def opposite(self, schema):
-        if self.rest and self.first:
-            return None
-        if self.rest:
-            return [[Contains(schema.negative(self.rest), 1, None, self.place, False)]]
+    def opposite(self, schema, place):
+        rest = self.rest if self.rest is not schema.no else None  # for that is a bound, too
+        if rest and self.first:
+            return super().opposite(schema, place)
+        if rest:
+            return [[Contains(schema.negative(self.rest), 1, None, place, False)]]
         return [
             [
                 Bound(Fraction(i + 1)),
-                Items((schema.yes,) * i + (schema.negative(sub),), None, self.place, False),
+                Items((schema.yes,) * i + (schema.negative(sub),), None, False),
             ]
             for i, sub in enumerate(self.first)
         ]
@@ -1369,10 +1352,10 @@ class Contains(Condition):
         count = sum(schema.valid(v, (self.sub,)) for v in value)
         return self.lo <= count <= (count if self.hi is None else self.hi)
 
-    def opposite(self, schema):
+    def opposite(self, schema, place):
         ranges = [] if self.hi is None else [(self.hi + 1, None)]
         ranges += [(0, self.lo - 1)] if self.lo else []
-        return [[Contains(self.sub, lo, hi, self.place, False)] for lo, hi in ranges]
+        return [[Contains(self.sub, lo, hi, place, False)] for lo, hi in ranges]
 
 
 @dataclass(frozen=True)
@@ -1382,32 +1365,98 @@ class Unique(Condition):
     place: tuple[str, str] = field(compare=False)
 
     def holds(self, value, schema):
-        return len(set(map(Value, value))) == len(value)
-
-
-@dataclass(frozen=True)
-class Not(Condition):
-    """A condition that no automaton here can negate: for values that are listed it can be told."""
-
-    condition: object
-    place: tuple[str, str] = field(compare=False)
-
-    def holds(self, value, schema):
-        return not self.condition.holds(value, schema)
-
-    def opposite(self, schema):
-        return [[self.condition]]
+        return len(set(map(canonical, value))) == len(value)
 
 
 def matches(texts: Node, text: str) -> bool:
-    """Whether a text is in a set over code points."""
     rests = {texts}
     for char in map(ord, text):
         rests = {then for rest in rests for lo, hi, then in rest.first() if lo <= char <= hi}
     return any(rest.null for rest in rests)
 
 
-# ---------------------------------------------------------------- JSON Schema: normal form
+def only(parts, kind: type) -> list:
+    return [part for part in parts if type(part) is kind]
+
+
+def denied(parts, kind: type) -> list:
+    """The conditions of a kind that are negated."""
+    return [part.condition for part in only(parts, Not) if type(part.condition) is kind]
+
+
+def limits(parts) -> tuple:
+    """(lo, whether without lo itself, hi, whether without hi itself) of the bounds."""
+    bounds = only(parts, Bound)
+    lo, lo_open = max(((b.n, b.open) for b in bounds if not b.upper), default=(None, False))
+    hi, closed = min(((b.n, not b.open) for b in bounds if b.upper), default=(None, True))
+    return lo, lo_open, hi, not closed
+
+
+def sizes(parts) -> tuple[int, int | None]:
+    """(shortest, longest) of the bounds of a length."""
+    lo, lo_open, hi, hi_open = limits(parts)
+    return max(int(lo or 0) + lo_open, 0), None if hi is None else int(hi) - hi_open
+
+
+def subs_of(parts, key) -> tuple[Sub, ...]:
+    """The subschemas of a member by its name, or of an item by its index."""
+    holders = only(parts, Members) + only(parts, Items)
+    return tuple(dict.fromkeys(sub for part in holders for sub in part.of(key)))
+
+
+# ---------------------------------------------------------------- JSON Schema: what keywords hold
+
+
+def is_a(*kinds: str):
+    return lambda value: kind_of(value) in kinds
+
+
+def list_of(check):
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def map_of(check):
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def is_count(value) -> bool:
+    return kind_of(value) == "number" and value >= 0 and value == int(value)
+
+
+def is_type(value) -> bool:
+    return list_of(is_a("string"))(value) and not {*value} - {*KINDS, "integer"}
+
+
+KIND_OF = {type(None): "null", bool: "boolean", int: "number", float: "number"}
+KIND_OF |= {str: "string", list: "array", dict: "object"}
+KINDS = tuple(dict.fromkeys(KIND_OF.values()))
+is_schema, are_names = is_a("boolean", "object"), list_of(is_a("string"))
+FORMS = [
+    ("type", "a type, or a list of types", lambda v: is_type([v]) or is_type(v)),
+    ("enum", "a list", is_a("array")),
+    ("minimum maximum", "a number", is_a("number")),
+    ("exclusiveMinimum exclusiveMaximum", "a number, or a truth value", is_a("number", "boolean")),
+    ("multipleOf", "a number above 0", lambda v: kind_of(v) == "number" and v > 0),
+    ("minLength maxLength minItems maxItems", "a count", is_count),
+    ("minProperties maxProperties minContains maxContains", "a count", is_count),
+    ("pattern format $ref $id $anchor $schema", "a string", is_a("string")),
+    ("uniqueItems", "a truth value", is_a("boolean")),
+    ("required", "a list of names", are_names),
+    ("dependentRequired", "an object of lists of names", map_of(are_names)),
+    ("allOf anyOf oneOf prefixItems", "a list of schemas", lambda v: v and list_of(is_schema)(v)),
+    ("contains propertyNames additionalProperties additionalItems", "a schema", is_schema),
+    ("not if then else unevaluatedProperties unevaluatedItems", "a schema", is_schema),
+    ("items", "a schema, or a list of schemas", lambda v: is_schema(v) or list_of(is_schema)(v)),
+    ("properties patternProperties dependentSchemas", "an object of schemas", map_of(is_schema)),
+    ("dependencies", "schemas or lists of names", map_of(lambda v: is_schema(v) or are_names(v))),
+]
+FORM = {keyword: (form, check) for words, form, check in FORMS for keyword in words.split()}
+MAPS = {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs"}
+MAPS |= {"definitions"}  # of names to schemas
+HOLD_SCHEMAS = {keyword for keyword, (form, _) in FORM.items() if "schema" in form} - MAPS
+
+
+# ---------------------------------------------------------------- JSON Schema: alternatives
 
 
 class Typed(NamedTuple):
@@ -1419,83 +1468,10 @@ class Typed(NamedTuple):
 
 ANYTHING = tuple(map(Typed, KINDS))
 ALTERNATIVES = 256  # most of one schema
-LINKS = 20_000  # most members or items of an object or an array, times the counts to keep
+LINKS = 20_000  # most states of an object or an array
 LEVELS = 64  # deepest nesting of a schema, or longest chain of references
 SCHEMA_BYTES = 256 << 10
 OLD = ("draft-04", "draft-06", "draft-07")  # there nothing counts beside `$ref`
-
-
-def is_schema(value) -> bool:
-    return isinstance(value, (dict, bool))
-
-
-def is_number(value) -> bool:
-    return kind_of(value) == "number"
-
-
-def is_count(value) -> bool:
-    return is_number(value) and value >= 0 and value == int(value)
-
-
-def is_names(value) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def is_type(value) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return is_names(names) and not set(names) - {*KINDS, "integer"}
-
-
-def is_schemas(value) -> bool:
-    return isinstance(value, list) and value != [] and all(map(is_schema, value))
-
-
-def is_map(value) -> bool:
-    return isinstance(value, dict) and all(map(is_schema, value.values()))
-
-
-def is_dependencies(value) -> bool:
-    return isinstance(value, dict) and all(is_schema(v) or is_names(v) for v in value.values())
-
-
-FORMS = {  # what a keyword's value must be
-    "a type, or a list of types": (is_type, "type"),
-    "a list": (lambda v: isinstance(v, list), "enum"),
-    "a string": (lambda v: isinstance(v, str), "pattern format $ref $id $anchor $schema"),
-    "a truth value": (lambda v: isinstance(v, bool), "uniqueItems"),
-    "a number": (is_number, "minimum maximum"),
-    "a number, or a truth value": (
-        lambda v: kind_of(v) in ("number", "boolean"),
-        "exclusiveMinimum exclusiveMaximum",
-    ),
-    "a number above 0": (lambda v: is_number(v) and v > 0, "multipleOf"),
-    "a count": (
-        is_count,
-        "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains",
-    ),
-    "a list of names": (is_names, "required"),
-    "a schema": (
-        is_schema,
-        "additionalProperties propertyNames additionalItems contains not if then else "
-        "unevaluatedProperties unevaluatedItems",
-    ),
-    "a schema, or a list of schemas": (lambda v: v == [] or is_schema(v) or is_schemas(v), "items"),
-    "a list of schemas": (is_schemas, "allOf anyOf oneOf prefixItems"),
-    "an object of schemas": (is_map, "properties patternProperties dependentSchemas"),
-    "an object of lists of names": (
-        lambda v: isinstance(v, dict) and all(map(is_names, v.values())),
-        "dependentRequired",
-    ),
-    "an object of schemas or lists of names": (is_dependencies, "dependencies"),
-}
-FORM = {
-    keyword: (check, form)
-    for form, (check, keywords) in FORMS.items()
-    for keyword in keywords.split()
-}
-HOLDS_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "dependencies"}
-HOLDS_SCHEMAS |= {"$defs", "definitions"}
-IS_SCHEMA = {keyword for keyword, (_, form) in FORM.items() if "schema" in form} - HOLDS_SCHEMAS
 
 
 class Deferred(Exception):
@@ -1505,15 +1481,19 @@ class Deferred(Exception):
 class Schema:
     """A JSON Schema on its way to rules.
 
-    Each subschema becomes a union of `Typed` alternatives: `anyOf` adds alternatives, all other
-    keywords meet each alternative, and what is negated comes back as alternatives again. From
-    these the texts are built. A place is (path, keyword).
+    Each subschema becomes a union of `Typed` alternatives: `anyOf` adds alternatives, every other
+    keyword meets each of them, and what is negated comes back as alternatives again. The texts of
+    an alternative are built from its conditions.
+
+    Example: {"type": ["integer", "null"], "minimum": 1, "not": {"const": 3}}
+    -> number: Multiple(1), Bound(1), Not(Among(3)) | null
     """
 
     def __init__(self, source, lenient: bool, whitespace: str):
         if whitespace not in SLOTS:
             raise ValueError(f"whitespace is one of {', '.join(SLOTS)}, not {whitespace!r}")
         self.lenient, self.slot = lenient, SLOTS[whitespace]
+        self.comma = seq(literal(","), self.slot)
         self.colon = seq(self.slot, literal(":"), self.slot)
         self.deadline = perf_counter() + COMPILE_S
         self.ignored: dict[str, None] = {}
@@ -1523,10 +1503,10 @@ class Schema:
         self.known: dict[tuple, tuple] = {}  # (subschema, wide) -> its alternatives
         self.open: dict[tuple, int] = {}  # those in work, and the level of values they are at
         self.level = 0
-        self.maybe: dict[tuple, bool] = {}
-        self.values: dict[tuple, Node] = {}
+        self.maybe: dict[tuple, bool] = {}  # subschemas -> whether there may be a value
+        self.values: dict[tuple, Node] = {}  # subschemas -> texts
         self.rules: dict = {}  # alternatives, or texts -> rule
-        self.queue: list = []
+        self.queue: list = []  # rules whose texts are not built yet
         raw = self.load(source)
         self.yes, self.no = self.sub(True, "#", ""), self.sub(False, "#", "")
         self.root = self.sub(raw, "#", "")
@@ -1552,12 +1532,13 @@ class Schema:
 
     def load(self, source):
         """The schema as plain JSON, with its identifiers noted."""
+        deep = f"it is nested deeper than {LEVELS} levels"
         try:
             raw = json.loads(source) if isinstance(source, str) else source
             text = json.dumps(raw, allow_nan=False, ensure_ascii=False)
             size = len(text.encode())
         except RecursionError:
-            raise SchemaError("#", "", f"it is nested deeper than {LEVELS} levels") from None
+            raise SchemaError("#", "", deep) from None
         except UnicodeEncodeError as error:
             near = ascii(text[max(error.start - 20, 0) : error.end])
             raise SchemaError("#", "", f"half of a surrogate pair is no text: {near}") from None
@@ -1567,37 +1548,37 @@ class Schema:
             raise SchemaError("#", "", f"{size} bytes are more than {SCHEMA_BYTES}")
         raw = json.loads(text)
         dialect = raw.get("$schema") if isinstance(raw, dict) else None
-        self.old = isinstance(dialect, str) and any(name in dialect for name in OLD)
-        identifier = "id" if self.old and "draft-04" in dialect else "$id"
+        if "draft-03" in str(dialect):
+            raise SchemaError("#", "$schema", "draft-03 is not supported")
+        self.old = next((name for name in OLD if name in str(dialect)), None)
         self.places[""] = raw, "#"
         todo = [(raw, "#", "", 0, "schema")]
         while todo:
             value, path, base, level, role = todo.pop()
             if level > LEVELS:
-                raise SchemaError("#", "", f"it is nested deeper than {LEVELS} levels")
-            if role == "schema" and isinstance(value, dict):
-                base = self.identify(value, path, base, identifier)
-            if isinstance(value, list):
-                todo += ((v, f"{path}/{i}", base, level + 1, role) for i, v in enumerate(value))
+                raise SchemaError("#", "", deep)
+            inner = enumerate(value) if isinstance(value, list) else ()
             if isinstance(value, dict):
-                for key, inner in value.items():
-                    then = "schema" if role == "map" or key in IS_SCHEMA else "data"
-                    then = "map" if role == "schema" and key in HOLDS_SCHEMAS else then
-                    then = "data" if role == "data" else then
-                    todo.append((inner, f"{path}/{step(key)}", base, level + 1, then))
+                base = self.identify(value, path, base) if role == "schema" else base
+                inner = value.items()
+            for key, v in inner:
+                then = role
+                if isinstance(value, dict) and role == "map":
+                    then = "schema"
+                elif isinstance(value, dict) and role == "schema":
+                    then = "map" if key in MAPS else "schema" if key in HOLD_SCHEMAS else "data"
+                todo.append((v, f"{path}/{step(key)}", base, level + 1, then))
         return raw
 
-    def identify(self, raw: dict, path: str, base: str, identifier: str) -> str:
-        """Notes the names a schema has; returns its URI."""
-        name = None if self.old and "$ref" in raw else raw.get(identifier)
-        if isinstance(name, str) and name.startswith("#"):
-            self.places[base + name] = raw, path
-        elif isinstance(name, str):
-            base = urljoin(base, name).removesuffix("#")
-            self.places[base] = raw, path
-        for anchor in ("$anchor", "$dynamicAnchor"):
-            if isinstance(raw.get(anchor), str):
-                self.places[f"{base}#{raw[anchor]}"] = raw, path
+    def identify(self, raw: dict, path: str, base: str) -> str:
+        """Notes the names of a schema; returns its URI."""
+        name = raw.get("id" if self.old == "draft-04" else "$id")
+        if isinstance(name, str) and not (self.old and "$ref" in raw):
+            base, anchor = (base, name) if name[:1] == "#" else (urljoin(base, name), "")
+            base = base.removesuffix("#")
+            self.places[base + anchor] = raw, path
+        for keyword in raw.keys() & {"$anchor", "$dynamicAnchor"}:
+            self.places[f"{base}#{raw[keyword]}"] = raw, path
         self.bases[id(raw)] = base
         return base
 
@@ -1619,23 +1600,23 @@ class Schema:
     def negative(self, sub: Sub) -> Sub:
         return self.sub({"not": sub.raw}, sub.path, sub.base)
 
-    def target(self, sub: Sub) -> Sub | None:
+    def target(self, sub: Sub) -> Sub:
         """What `$ref` names."""
         reference, place = sub.raw["$ref"], (sub.path, "$ref")
         local = reference.startswith("#")
         uri = sub.base + reference if local else urljoin(sub.base, reference)
-        document, _, fragment = uri.partition("#")
+        base, _, fragment = uri.partition("#")
         fragment = unquote(fragment)
+        if base not in self.places:
+            self.refuse(place, f"{reference} is in another document, which is not read")
+            return self.yes
         named = fragment and not fragment.startswith("/")
-        if document not in self.places:
-            return self.refuse(place, f"{reference} is in another document, which is not read")
-        raw, path = self.places.get(f"{document}#{fragment}" if named else document, (None, ""))
-        base = document
+        raw, path = self.places.get(f"{base}#{fragment}" if named else base, (None, ""))
         for key in [] if named else fragment.split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
             base = self.bases.get(id(raw), base)
-            if isinstance(raw, list) and key.isdecimal() and int(key) < len(raw):
-                raw = raw[int(key)]
+            if isinstance(raw, list):
+                raw = dict(enumerate(raw)).get(int(key) if key.isdecimal() else None)
             else:
                 raw = raw.get(key) if isinstance(raw, dict) else None
             path = f"{path}/{step(key)}"
@@ -1648,8 +1629,8 @@ class Schema:
     def alts(self, sub: Sub, wide: bool = False) -> tuple[Typed, ...]:
         """The alternatives of a subschema.
 
-        wide: those of `anyOf` in all combinations, for `unevaluated...` above asks what all that
-        are met have evaluated.
+        wide: those of `anyOf` in all combinations, as an `unevaluated...` around it asks what all
+        that are met have evaluated.
         """
         key = sub, wide
         if key not in self.known:
@@ -1672,65 +1653,67 @@ class Schema:
         if isinstance(raw, bool):
             return ANYTHING if raw else ()
         for keyword, value in raw.items():
-            check, form = FORM.get(keyword, (None, ""))
-            if check and not check(value):
+            form, check = FORM.get(keyword, ("", bool))
+            if form and not check(value):
                 raise SchemaError(sub.path, keyword, f"{json.dumps(value)[:80]} is not {form}")
+        if self.old and "$ref" in raw:
+            return self.alts(self.target(sub), wide)
         for keyword in raw.keys() & {"$dynamicRef", "$recursiveRef"}:
             self.refuse((sub.path, keyword), "dynamic references are not supported")
-        if self.old and "$ref" in raw:
-            target = self.target(sub)
-            return self.alts(target, wide) if target else ANYTHING
-        unevaluated = raw.keys() & {"unevaluatedProperties", "unevaluatedItems"}
-        wide = wide or bool(unevaluated)
+        closed = "unevaluatedProperties" in raw or "unevaluatedItems" in raw
         found = self.own(sub)
-        for keyword, options in self.applied(sub, wide):
+        for keyword, options in self.applied(sub, wide or closed):
             found = self.product(found, options, (sub.path, keyword))
-        if unevaluated:
-            found = tuple(self.evaluated(sub, option) for option in found)
-        return found
+        return tuple(self.evaluated(sub, option) for option in found) if closed else found
 
     def applied(self, sub: Sub, wide: bool):
         """(keyword, alternatives) of the subschemas that bind the same value."""
         raw, path = sub.raw, sub.path
-        child = lambda *steps: self.alts(self.child(sub, *steps), wide)  # noqa: E731
-        if "$ref" in raw and (target := self.target(sub)):
-            yield "$ref", self.alts(target, wide)
-        for i in range(len(raw.get("allOf", ()))):
-            yield "allOf", child("allOf", i)
+
+        def of(*steps):
+            return self.alts(self.child(sub, *steps), wide)
+
+        def each(keyword):
+            return [of(keyword, i) for i in range(len(raw.get(keyword, ())))]
+
+        if "$ref" in raw:
+            yield "$ref", self.alts(self.target(sub), wide)
+        for options in each("allOf"):
+            yield "allOf", options
         if "anyOf" in raw:
-            options = [child("anyOf", i) for i in range(len(raw["anyOf"]))]
-            yield "anyOf", self.any_of(options, wide, path)
+            yield "anyOf", self.any_of(each("anyOf"), wide, path)
         if "oneOf" in raw:
-            yield "oneOf", self.one_of([child("oneOf", i) for i in range(len(raw["oneOf"]))], path)
+            yield "oneOf", self.one_of(each("oneOf"), path)
         if "not" in raw:
-            yield "not", self.negated(child("not"), (path, "not"))
+            yield "not", self.without(ANYTHING, of("not"), (path, "not"))
         if "if" in raw and (wide or "then" in raw or "else" in raw):
-            place = path, "if"
-            then, other = (child(k) if k in raw else ANYTHING for k in ("then", "else"))
-            bound = "then" in raw or "else" in raw
-            unless = self.negated(child("if"), place) if bound else ANYTHING
-            met = self.product(child("if"), then, place)
-            yield "if", met + self.product(unless, other, place)
-        others = [option for option in ANYTHING if option.kind != "object"]
+            place, unmet = (path, "if"), ANYTHING
+            if "then" in raw or "else" in raw:
+                unmet = self.without(ANYTHING, of("if"), place)
+            unmet = self.product(unmet, of("else") if "else" in raw else ANYTHING, place)
+            met = self.product(of("if"), of("then") if "then" in raw else ANYTHING, place)
+            yield "if", met + unmet
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, needs in raw.get(keyword, {}).items():
+                there = Required(name)
+                without = self.without(ANYTHING, [Typed("object", (there,))], (path, keyword))
                 if isinstance(needs, list):
-                    then = (Typed("object", tuple(map(Required, [name, *needs]))),)
+                    needs = [Typed("object", tuple(map(Required, needs)))]
                 else:
-                    present = (Typed("object", (Required(name),)),)
-                    then = self.product(present, child(keyword, name), (path, keyword))
-                yield keyword, (*others, Typed("object", (Required(name, False),)), *then)
+                    needs = of(keyword, name)
+                with_it = self.product([Typed("object", (there,))], needs, (path, keyword))
+                yield keyword, without + with_it
 
     def product(self, one, other, place: tuple[str, str]) -> tuple[Typed, ...]:
         """The alternatives that meet one of each."""
         found = {}
         for a in one:
+            self.tick()
             for b in other:
                 if a.kind == b.kind:
                     both = Typed(a.kind, tuple(dict.fromkeys(a.parts + b.parts)))
                     if not a.parts or not b.parts or self.possible(both):
                         found[both] = None
-            self.tick()
             if len(found) > ALTERNATIVES:
                 raise SchemaError(*place, f"it has more than {ALTERNATIVES} alternatives")
         return tuple(found)
@@ -1746,49 +1729,68 @@ class Schema:
         for option in options:
             both = self.product(found, option, (path, "anyOf")) if wide else ()
             found = tuple(dict.fromkeys(found + option + both))
-        return found
+        lists = [option for option in found if only_lists(option)]
+        return tuple(option for option in found if option not in lists) + joined(lists)
 
     def one_of(self, options: list, path: str) -> tuple[Typed, ...]:
         """Each alternative without what the others allow."""
-        place, found = (path, "oneOf"), ()
+        if all(only_lists(option) for one in options for option in one):
+            counts = Counter(text for one in options for _, (part,) in one for text in part.texts)
+            return joined([option for one in options for option in one], counts)
+        found = ()
         for i, one in enumerate(options):
             for other in options[:i] + options[i + 1 :]:
-                one = self.without(one, other, place)
+                one = self.without(one, other, (path, "oneOf"))
             found += one
         return found
 
     def without(self, options, others, place: tuple[str, str]) -> tuple[Typed, ...]:
-        for other in others:
+        """The options but for the values of the others."""
+        for kind, parts in others:
+            pieces = [piece for part in parts for piece in part.opposite(self, place)]
+            outside = [Typed(kind, tuple(piece)) for piece in pieces]
             kept: tuple[Typed, ...] = ()
             for option in options:
-                if self.product([option], [other], place):
-                    kept += self.product([option], self.opposite(other, place), place)
-                else:
-                    kept += (option,)
+                apart = not self.product([option], [Typed(kind, parts)], place)
+                kept += (option,) if apart else self.product([option], outside, place)
             options = self.reduced(kept)
         return options
 
-    def negated(self, options, place: tuple[str, str]) -> tuple[Typed, ...]:
-        return self.without(ANYTHING, options, place)
+    def reduced(self, options, wide: bool = True) -> tuple[Typed, ...]:
+        """The alternatives that are not part of another one; wide: that evaluates as much."""
+        sets = {option: frozenset(option.parts) for option in options}
 
-    def opposite(self, option: Typed, place: tuple[str, str]) -> list[Typed]:
-        """The values of the same kind that are not in an alternative."""
-        found = []
-        for part in option.parts:
-            pieces = part.opposite(self)
-            if pieces is None:
-                pieces = [[Not(part, place)]]
-            found += [Typed(option.kind, tuple(piece)) for piece in pieces]
-        return found
+        def covers(one: Typed, other: Typed) -> bool:
+            return (
+                one.kind == other.kind
+                and sets[one] < sets[other]
+                and not (wide and any(part.evaluates for part in sets[other] - sets[one]))
+            )
+
+        return tuple(a for a in sets if not any(covers(b, a) for b in sets))
+
+    def evaluated(self, sub: Sub, option: Typed) -> Typed:
+        """The alternative, with a condition for what none of its conditions has evaluated."""
+        kind, parts = option
+        keyword = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}.get(kind)
+        seen = [part for part in parts if part.evaluates]
+        if keyword not in sub.raw or any(part.rest for part in seen if type(part) is not Contains):
+            return option
+        rest = self.child(sub, keyword)
+        if kind == "object":
+            names = {name: self.yes for part in seen for name in part.names}
+            patterns = tuple((texts, self.yes) for part in seen for texts, _ in part.patterns)
+            return Typed(kind, (*parts, Members(names, patterns, rest)))
+        raws = [rest.raw, *(part.sub.raw for part in only(seen, Contains))]
+        first = max((part.first for part in only(seen, Items)), key=len, default=())
+        rest = self.sub({"anyOf": raws}, rest.path, rest.base)
+        return Typed(kind, (*parts, Items((self.yes,) * len(first), rest)))
 
     def possible(self, option: Typed) -> bool:
         """Whether there may be such a value: False is certain, True is not."""
         kind, parts = option
-        for part in parts:
-            if type(part) is Not and part.condition in parts:
-                return False
-            if type(part) is Required and Required(part.name, not part.wanted) in parts:
-                return False
+        if any(part.condition in parts for part in only(parts, Not)):
+            return False
         try:
             listed = self.listed(option)
         except Deferred:
@@ -1796,14 +1798,13 @@ class Schema:
         if listed is not None:
             return listed != []
         if kind in ("number", "string"):
-            parts = tuple(part for part in parts if type(part) is not Not)
-            return self.text(Typed(kind, parts)) is not EMPTY
+            good = (part for part in parts if type(part) is not Not or part.condition.negatable)
+            return self.text(Typed(kind, tuple(good))) is not EMPTY
         lo, hi = sizes(parts)
-        needed = [part.name for part in parts if type(part) is Required and part.wanted]
+        needed = [part.name for part in only(parts, Required)]
         if hi is not None and hi < max(lo, len(needed)):
             return False
-        if kind == "array":
-            needed = range(min(lo, 4))
+        needed = range(min(lo, 4)) if kind == "array" else needed
         return all(self.some(subs_of(parts, key)) for key in needed)
 
     def some(self, subs: tuple[Sub, ...]) -> bool:
@@ -1824,23 +1825,19 @@ class Schema:
         """Whether a value satisfies all subschemas."""
         self.level += 1
         try:
-            return any(
-                option.kind == kind_of(value) and self.meets(value, option)
-                for option in self.all_of(subs)
-            )
+            return any(self.meets(value, option) for option in self.all_of(subs))
         finally:
             self.level -= 1
 
     def meets(self, value, option: Typed) -> bool:
-        return all(part.holds(value, self) for part in option.parts)
+        kind, parts = option
+        return kind == kind_of(value) and all(part.holds(value, self) for part in parts)
 
     def listed(self, option: Typed) -> list | None:
         """The values of an alternative, if they are listed."""
-        lists = [part.values for part in option.parts if type(part) is Among and part.wanted]
-        values = [v.value for v in lists[0]] if lists else CONSTANTS.get(option.kind)
-        if values is None:
-            return None
-        return [v for v in values if kind_of(v) == option.kind and self.meets(v, option)]
+        lists = [part.values for part in only(option.parts, Among)]
+        values = lists[0] if lists else CONSTANTS.get(option.kind)
+        return None if values is None else [v for v in values if self.meets(v, option)]
 
     # -------------------------------------------------- keywords
 
@@ -1851,29 +1848,30 @@ class Schema:
         types = dict.fromkeys([types] if isinstance(types, str) else types)
         if "number" in types:
             types.pop("integer", None)
-        listed, found = (), []
-        for keyword in ("enum", "const"):
-            if keyword in raw:
-                values = raw[keyword] if keyword == "enum" else [raw[keyword]]
-                values = tuple(dict.fromkeys(map(Value, values)))
-                listed += (Among(values, True, (sub.path, keyword)),)
+        if raw.get("nullable"):
+            self.ignored[f"{sub.path}/nullable"] = None  # OpenAPI's: here an annotation
+        lists = [raw["enum"]] if "enum" in raw else []
+        lists += [[raw["const"]]] if "const" in raw else []
+        found = []
         for name in types:
             kind = "number" if name == "integer" else name
-            parts = listed + (Multiple(Fraction(1)),) * (name == "integer")
-            if kind in ("number", "string", "array", "object"):
-                parts += tuple(getattr(self, f"{kind}_parts")(sub))
-            if all(any(v.kind == kind for v in part.values) for part in listed):
-                found.append(Typed(kind, parts))
+            parts = [Multiple(Fraction(1))] if name == "integer" else []
+            for values in lists:
+                values = {canonical(v): v for v in values if kind_of(v) == kind}
+                parts.append(Among(tuple(values), tuple(values.values())))
+            parts += getattr(self, f"{kind}_parts", lambda sub: ())(sub)
+            if all(part.values for part in only(parts, Among)):
+                found.append(Typed(kind, tuple(parts)))
         return tuple(found)
 
     def number_parts(self, sub: Sub):
         raw = sub.raw
         for name, upper in (("Minimum", False), ("Maximum", True)):
-            open_ = raw.get(f"exclusive{name}", False)
+            bound = raw.get(f"exclusive{name}", False)
             if name.lower() in raw:  # draft-04: `exclusiveMinimum: true` is about `minimum`
-                yield Bound(exact(raw[name.lower()]), open_ is True, upper)
-            if not isinstance(open_, bool):
-                yield Bound(exact(open_), True, upper)
+                yield Bound(exact(raw[name.lower()]), bound is True, upper)
+            if not isinstance(bound, bool):
+                yield Bound(exact(bound), True, upper)
         if "multipleOf" in raw:
             yield Multiple(exact(raw["multipleOf"]))
 
@@ -1885,22 +1883,21 @@ class Schema:
     def string_parts(self, sub: Sub):
         yield from self.size_parts(sub, "Length")
         if "pattern" in sub.raw:
-            texts = self.pattern(sub.raw["pattern"], (sub.path, "pattern"))
-            if texts:
-                yield Match(texts)
+            yield from map(Match, self.pattern(sub.raw["pattern"], (sub.path, "pattern")))
         name = sub.raw.get("format")
         if name in FORMATS:
             yield Match(cached(parse_regex, FORMATS[name]))
-            if name == "hostname":
-                yield Bound(Fraction(253), False, True)
         elif name is not None:
-            self.ignored[f"{sub.path}/format"] = None  # by default an annotation
+            self.ignored[f"{sub.path}/format"] = None  # an annotation
+        if name == "hostname":
+            yield Bound(Fraction(253), False, True)
 
-    def pattern(self, pattern: str, place: tuple[str, str]) -> Node | None:
+    def pattern(self, pattern: str, place: tuple[str, str]) -> list[Node]:
         try:
-            return cached(parse_regex, pattern, "#", True)
+            return [cached(parse_regex, pattern, "#", True)]
         except SchemaError as error:
-            return self.refuse(place, error.reason)
+            self.refuse(place, error.reason)
+            return []
 
     def array_parts(self, sub: Sub):
         raw = sub.raw
@@ -1909,15 +1906,17 @@ class Schema:
         if isinstance(raw.get("items"), list):  # before 2020-12
             keyword, more = "items", "additionalItems"
         first = tuple(self.child(sub, keyword, i) for i in range(len(raw.get(keyword, ()))))
+        if keyword == "items" and "prefixItems" in raw:
+            raise SchemaError(sub.path, "items", "it is a list, beside prefixItems")
         rest = self.child(sub, more) if more in raw else None
         if rest is self.no:
             yield Bound(Fraction(len(first)), False, True)
         if first or rest:
-            yield Items(first, rest, (sub.path, more))
+            yield Items(first, rest)
         if "contains" in raw:
-            hi = raw.get("maxContains")
-            lo = int(raw.get("minContains", 1))
-            yield Contains(self.child(sub, "contains"), lo, hi and int(hi), (sub.path, "contains"))
+            lo, hi = int(raw.get("minContains", 1)), raw.get("maxContains")
+            hi = None if hi is None else int(hi)
+            yield Contains(self.child(sub, "contains"), lo, hi, (sub.path, "contains"))
         if raw.get("uniqueItems"):
             yield Unique((sub.path, "uniqueItems"))
 
@@ -1928,7 +1927,7 @@ class Schema:
         patterns = tuple(
             (texts, self.child(sub, "patternProperties", pattern))
             for pattern in raw.get("patternProperties", ())
-            if (texts := self.pattern(pattern, (sub.path, "patternProperties")))
+            for texts in self.pattern(pattern, (sub.path, "patternProperties"))
         )
         more = "additionalProperties"
         if names or patterns or more in raw:
@@ -1937,28 +1936,6 @@ class Schema:
         if "propertyNames" in raw:
             yield Names(self.child(sub, "propertyNames"))
 
-    def evaluated(self, sub: Sub, option: Typed) -> Typed:
-        """The alternative, with a condition for what none of its conditions has evaluated."""
-        kind, parts = option
-        keyword = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}.get(kind)
-        if keyword not in sub.raw:
-            return option
-        rest = self.child(sub, keyword)
-        parts_of = [part for part in parts if type(part) in (Members, Items) and part.evaluates]
-        if any(part.rest for part in parts_of):
-            return option
-        if kind == "object":
-            names = {name: self.yes for part in parts_of for name in part.names}
-            patterns = tuple((p, self.yes) for part in parts_of for p, _ in part.patterns)
-            return Typed(kind, (*parts, Members(names, patterns, rest)))
-        seen = [part.sub for part in parts if type(part) is Contains and part.evaluates]
-        if seen:
-            raws = [rest.raw, *(s.raw for s in seen)]
-            rest = self.sub({"anyOf": raws}, rest.path, rest.base)
-        first = max((part.first for part in parts_of), key=len, default=())
-        items = Items((self.yes,) * len(first), rest, (sub.path, keyword))
-        return Typed(kind, (*parts, items))
-
     # -------------------------------------------------- texts
 
     def value(self, subs: tuple[Sub, ...]) -> Node:
@@ -1966,65 +1943,51 @@ class Schema:
         if subs not in self.values:
             name = subs[0].path if subs else "any"
             options = self.reduced(self.all_of(subs), wide=False)
-            if not {option.kind for option in options} & {"array", "object"}:
-                texts = alt(*(self.text(option, name) for option in options))
-                found = self.rule(texts, name) if texts is not EMPTY else EMPTY
-            else:
+            if {option.kind for option in options} & {"array", "object"}:
                 if options not in self.rules:
                     self.rules[options] = Rule(name)
                     self.queue.append((self.rules[options], options))
-                found = Call(self.rules[options])
-            self.values[subs] = found
+                self.values[subs] = Call(self.rules[options])
+            else:
+                self.values[subs] = self.rule(alt(*(self.text(o, name) for o in options)), name)
         return self.values[subs]
 
-    def rule(self, texts: Node, name: str = "part") -> Node:
+    def rule(self, texts: Node, name: str) -> Node:
         """A call of the rule with these texts: what is called is walked once for all callers."""
+        if texts is EMPTY:
+            return EMPTY
         if texts not in self.rules:
             self.rules[texts] = Rule(name, texts)
         return Call(self.rules[texts])
 
-    def reduced(self, options: tuple[Typed, ...], wide: bool = True) -> tuple[Typed, ...]:
-        """The alternatives that are not part of another one.
-
-        wide: they stay where they have evaluated more."""
-        sets = {option: frozenset(option.parts) for option in options}
-
-        def covers(one: Typed, other: Typed) -> bool:
-            more = sets[other] - sets[one]
-            return sets[one] < sets[other] and not (wide and any(p.evaluates for p in more))
-
-        return tuple(a for a in sets if not any(a.kind == b.kind and covers(b, a) for b in sets))
-
     def text(self, option: Typed, path: str = "#") -> Node:
         """The texts of an alternative."""
         self.tick()
-        try:
-            return self.made(option)
-        except SchemaError as error:
-            raise SchemaError(max(error.path, path, key=len), error.keyword, error.reason) from None
-
-    def made(self, option: Typed) -> Node:
         listed = self.listed(option)
         if listed is not None:
-            return alt(*(self.spelled(value) for value in listed))
-        for part in option.parts:
-            if type(part) is Not:
-                self.refuse(part.place, "what it excludes is not regular enough to be left out")
-        return getattr(self, f"{option.kind}_text")(option)
+            return alt(*map(self.spelled, listed))
+        for part in only(option.parts, Not):
+            if not part.condition.negatable:
+                self.refuse(part.place, "what it excludes cannot be told while the text is written")
+        try:
+            return getattr(self, f"{option.kind}_text")(option)
+        except SchemaError as error:
+            place = path if error.path == "#" else error.path
+            raise SchemaError(place, error.keyword, error.reason) from None
 
     def spelled(self, value) -> Node:
         """A value as JSON, without needless escapes."""
         kind = kind_of(value)
         if kind == "number" and exact(value).denominator == 1 and abs(value) < 1e21:
-            return alt(*map(literal, (str(int(value)), f"{int(value)}.0")))
+            return alt(literal(str(int(value))), literal(f"{int(value)}.0"))
         if kind not in ("array", "object"):
             return literal(json.dumps(value, ensure_ascii=False))
-        inner = value.items() if kind == "object" else [(None, item) for item in value]
+        inner = value.items() if kind == "object" else enumerate(value)
         begin, end = "{}" if kind == "object" else "[]"
         parts = [literal(begin), self.slot]
-        for i, (name, item) in enumerate(inner):
-            parts += [literal(","), self.slot] if i else []
-            parts += [self.named(name)] if kind == "object" else []
+        for key, item in inner:
+            parts += [self.comma] if len(parts) > 2 else []
+            parts += [self.named(key)] if kind == "object" else []
             parts += [self.spelled(item), self.slot]
         return seq(*parts, literal(end))
 
@@ -2032,13 +1995,11 @@ class Schema:
         return seq(literal(json.dumps(name, ensure_ascii=False)), self.colon)
 
     def number_text(self, option: Typed) -> Node:
-        lo, lo_open, hi, hi_open = limits(option.parts)
-        step = None
-        for part in option.parts:
-            if type(part) is Multiple and part.wanted:
-                step = part.of if step is None else common_multiple(step, part.of)
-        cuts = sorted({exact(v.value) for v in excluded(option) if v.kind == "number"})
-        cuts = [c for c in cuts if (lo is None or c >= lo) and (hi is None or c <= hi)]
+        parts = option.parts
+        lo, lo_open, hi, hi_open = limits(parts)
+        step = reduce(common_multiple, (part.of for part in only(parts, Multiple)), None)
+        cuts = {exact(value) for part in denied(parts, Among) for value in part.values}
+        cuts = sorted(c for c in cuts if (lo is None or c >= lo) and (hi is None or c <= hi))
         begins = [(lo, lo_open), *((cut, True) for cut in cuts)]
         ends = [*((cut, True) for cut in cuts), (hi, hi_open)]
         integer, step = step == 1, None if step == 1 else step
@@ -2049,28 +2010,28 @@ class Schema:
                 if lo is None or hi is None or lo < hi or (lo == hi and not lo_open and not hi_open)
             )
         )
-        if any(type(part) is Multiple and not part.wanted for part in option.parts):
-            texts = both((texts, cached(parse_regex, BROKEN))).text(0, 0)
-        return texts
+        return (
+            both((texts, cached(parse_regex, BROKEN))).text(0, 0)
+            if denied(parts, Multiple)
+            else texts
+        )
 
     def string_text(self, option: Typed) -> Node:
         parts = option.parts
-        lo, hi = sizes(parts)
-        if excluded(option) or any(type(p) is Match and not p.wanted for p in parts):
-            return alt(*(texts for _, texts in self.other_strings(option)))
-        return cached(string, lo, hi, tuple(p.texts for p in parts if type(p) is Match))
+        if denied(parts, Among) or denied(parts, Match):
+            return alt(*(texts for _, texts in self.strings(parts)))
+        return cached(string, *sizes(parts), tuple(part.texts for part in only(parts, Match)))
 
-    def other_strings(self, option: Typed, names=(), patterns=()):
-        """The strings of an alternative other than the names, by which patterns they match."""
-        parts = option.parts
+    def strings(self, parts, names=(), patterns=()):
+        """The strings that meet conditions, other than the names, by the patterns they match."""
         lo, hi = sizes(parts)
         if hi is not None and hi < lo:
             return
-        wanted = [p.texts for p in parts if type(p) is Match and p.wanted]
+        wanted = [part.texts for part in only(parts, Match)]
         if lo or hi is not None:
             wanted.append(repeat(symbols(*ANY), lo, hi))
-        other = [p.texts for p in parts if type(p) is Match and not p.wanted]
-        names = [*names, *(v.value for v in excluded(option) if v.kind == "string")]
+        other = [part.texts for part in denied(parts, Match)]
+        names = [*names, *(value for part in denied(parts, Among) for value in part.values)]
         first = len(patterns)
         must = set(range(first, first + len(wanted)))
         for matched, texts in keys(names, [*patterns, *wanted, *other]):
@@ -2078,107 +2039,101 @@ class Schema:
                 yield [patterns[i] for i in sorted(matched - must)], texts
 
     def array_text(self, option: Typed) -> Node:
+        """The arrays, from the end on: what may follow i items of which so many are counted."""
         parts = option.parts
         lo, hi = sizes(parts)
-        lo = max([lo, *(1 for v in self.left_out(option))])
         if hi is not None and hi < lo:
             return EMPTY
-        start = max([1, *(len(p.first) for p in parts if type(p) is Items)])
-        counts = [p for p in parts if type(p) is Contains and (p.lo or p.hi is not None)]
-        for unique in [p for p in parts if type(p) is Unique][: hi is None or hi > 1]:
-            values = self.few(option, start == 1 and not counts)
+        start = max([1, *(len(part.first) for part in only(parts, Items))])
+        counts = [part for part in only(parts, Contains) if part.lo or part.hi is not None]
+        if only(parts, Unique) and (hi is None or hi > 1):
+            values = self.few(option, hi) if start == 1 and not counts else None
             if values is not None:
-                return self.distinct(
-                    values, lo, len(values) if hi is None else min(hi, len(values))
-                )
-            self.refuse(unique.place, "it would take all items before to know the next")
+                return self.distinct(values, lo, hi)
+            self.refuse(only(parts, Unique)[0].place, "all items before would have to be kept")
         for extra in counts[1:]:
             self.refuse(extra.place, "two of them for one array are not supported")
-        count = counts[0] if counts else Contains(self.yes, 0, None, ("", ""))
-        if counts:
-            start = max(start, lo, hi or 0)
+        count = counts[0] if counts else Contains(self.yes, 0, None, ("#", ""))
         top = count.lo if count.hi is None else count.hi
-        self.within(start * (top + 1), counts[0].place if counts else ("#", ""))
+        start = max(start, lo, hi or 0) if counts else start
+        if start * (top + 1) > LINKS:
+            raise SchemaError(*count.place, f"it takes more than {LINKS} states")
 
-        def moves(i: int, c: int):
-            """(texts of item i, the items counted with it), after c counted ones."""
+        def moves(i: int, counted: int):
+            """(texts of item i, the number counted with it)."""
             subs = subs_of(parts, i)
-            if count.hi is None:
-                yield self.value(subs), c
-            else:
-                yield self.value((*subs, self.negative(count.sub))), c
-            if c < top:
-                yield self.value((*subs, count.sub)), c + 1
+            rest = subs if count.hi is None else (*subs, self.negative(count.sub))
+            yield self.value(rest), counted
+            if counted < top:
+                yield self.value((*subs, count.sub)), counted + 1
 
-        comma, close = seq(literal(","), self.slot), literal("]")
-        tails = [EMPTY] * (top + 2)  # what follows the first i items, by those counted
+        def end(i: int, counted: int) -> Node:
+            return literal("]") if i >= lo and counted >= count.lo else EMPTY
+
+        tails = [EMPTY] * (top + 1)
         for c in range(top, -1, -1):
-            go, stay = [EMPTY], EMPTY
-            for item, then in moves(start, c):
-                item = seq(comma, item, self.slot)
-                stay, go = (item, go) if then == c else (stay, [seq(item, tails[then])])
-            if max(lo, hi or 0) > MANY_ITEMS:  # then a state for each count, not several
-                stay = self.rule(stay)
+            (item, _), *counting = moves(start, c)
+            more = [seq(self.comma, node, self.slot, tails[then]) for node, then in counting]
+            item = seq(self.comma, item, self.slot)
+            if max(lo, hi or 0) > MANY_ITEMS:  # then one state for each count
+                item = self.rule(item, "item")
             room = None if hi is None else max(hi - start, 0)
-            end = close if c >= count.lo else EMPTY
-            tails[c] = seq(
-                repeat(stay, max(lo - start, 0), room), alt(end, *(go if room != 0 else []))
-            )
+            item = repeat(item, max(lo - start, 0), room)
+            tails[c] = seq(item, alt(end(max(start, lo), c), *(more if room != 0 else [])))
         for i in range(start - 1, -1, -1):
             self.tick()
-            after, tails = tails, []
-            for c in range(top + 1):
-                end = close if i >= lo and c >= count.lo else EMPTY
+            comma = self.comma if i else NOTHING
+            after, tails = tails, [end(i, c) for c in range(top + 1)]
+            for c in range(top + 1 if hi is None or i < hi else 0):
                 more = [seq(item, self.slot, after[then]) for item, then in moves(i, c)]
-                more = alt(*more) if hi is None or i < hi else EMPTY
-                tails.append(alt(end, seq(comma, more) if i else more))
+                tails[c] = alt(tails[c], seq(comma, alt(*more)))
         return seq(literal("["), self.slot, tails[0])
 
-    def few(self, option: Typed, plain: bool) -> list | None:
-        """The values of the items, if they are few and the same for all items."""
+    def few(self, option: Typed, hi: int | None) -> list | None:
+        """The values of the items, if they are listed, and so few that each set is a state."""
         lists = [self.listed(item) for item in self.all_of(subs_of(option.parts, 0))]
-        if not plain or any(values is None for values in lists):
+        if None in lists:
             return None
-        values = [v.value for v in dict.fromkeys(Value(v) for values in lists for v in values)]
-        return values if len(values) <= UNIQUE else None
+        values = {canonical(value): value for values in lists for value in values}
+        most = len(values) if hi is None else min(hi, len(values))
+        few = sum(math.comb(len(values), n) for n in range(most + 1)) <= UNIQUE
+        return list(values.values()) if few else None
 
-    def distinct(self, values: list, lo: int, hi: int) -> Node:
-        """The arrays of lo to hi different values, by a state for each set of used ones."""
-        comma, close = seq(literal(","), self.slot), literal("]")
+    def distinct(self, values: list, lo: int, hi: int | None) -> Node:
+        """The arrays of lo to hi different values: what may follow, by the set of used ones."""
+        hi = len(values) if hi is None else min(hi, len(values))
         texts = [seq(self.spelled(value), self.slot) for value in values]
-        tails: dict[int, Node] = {}
-        for used in range((1 << len(values)) - 1, -1, -1):
-            size = used.bit_count()
-            unused = [i for i in range(len(values)) if not used >> i & 1]
-            more = alt(*(seq(texts[i], tails[used | 1 << i]) for i in unused if size < hi))
-            tails[used] = alt(close if size >= lo else EMPTY, seq(comma, more) if used else more)
-        return seq(literal("["), self.slot, tails[0])
+        tails: dict[tuple, Node] = {}
+        for size in range(hi, -1, -1):
+            for used in combinations(range(len(values)), size):
+                unused = [i for i in range(len(values)) if i not in used and size < hi]
+                more = alt(*(seq(texts[i], tails[tuple(sorted((*used, i)))]) for i in unused))
+                end = literal("]") if size >= lo else EMPTY
+                tails[used] = alt(end, seq(self.comma, more) if used else more)
+        return seq(literal("["), self.slot, tails[()])
 
     def object_text(self, option: Typed) -> Node:
         parts = option.parts
-        lo, hi = sizes(parts)
-        lo = max([lo, *(1 for v in self.left_out(option))])
-        members = [part for part in parts if type(part) is Members]
-        required = {part.name: part.wanted for part in parts if type(part) is Required}
-        names = dict.fromkeys(name for part in members for name in part.names) | required
-        bound = tuple(part.sub for part in parts if type(part) is Names)
-        spellings = [option for option in self.all_of(bound) if option.kind == "string"]
-        lists = [self.listed(option) for option in spellings]
-        names |= dict.fromkeys(name for values in lists for name in values or ())
+        members = only(parts, Members)
+        required = dict.fromkeys(part.name for part in only(parts, Required))
+        absent = dict.fromkeys(part.name for part in denied(parts, Required))
+        bound = tuple(part.sub for part in only(parts, Names))
+        names = dict.fromkeys(name for part in members for name in part.names) | required | absent
+        rests = []  # the alternatives of other names that are not listed
+        for spelling in self.all_of(bound):
+            listed = self.listed(spelling) if spelling.kind == "string" else []
+            names |= dict.fromkeys(listed or ())
+            rests += [spelling] if listed is None else []
         links = []  # (whether it must be there, its texts)
         for name in names:
-            must = required.get(name)
-            allowed = must is not False and (not bound or self.valid(name, bound))
+            allowed = name not in absent and (not bound or self.valid(name, bound))
             value = self.value(subs_of(parts, name)) if allowed else EMPTY
-            if value is EMPTY and must:
-                return EMPTY
             if value is not EMPTY:
-                links.append((bool(must), seq(self.named(name), value, self.slot)))
-        rest = EMPTY
-        for spelling, values in zip(spellings, lists):
-            if values is None:
-                rest = alt(rest, self.others(spelling, members, list(names)))
-        return self.chain(links, rest, lo, hi)
+                links.append((name in required, seq(self.named(name), value, self.slot)))
+            elif name in required:
+                return EMPTY
+        rest = alt(*(self.others(spelling, members, list(names)) for spelling in rests))
+        return self.chain(links, rest, *sizes(parts))
 
     def others(self, spelling: Typed, members: list[Members], names: list[str]) -> Node:
         """The members that have none of the names."""
@@ -2186,93 +2141,66 @@ class Schema:
             return EMPTY
         found = []
         patterns = list(dict.fromkeys(texts for part in members for texts, _ in part.patterns))
-        for matched, texts in self.other_strings(spelling, names, patterns):
-            subs = dict.fromkeys(sub for part in members for sub in part.others(matched))
+        for matched, texts in self.strings(spelling.parts, names, patterns):
+            subs = dict.fromkeys(sub for part in members for sub in part.unnamed(matched))
             value = self.value(tuple(subs))
-            found.append(seq(self.rule(texts), self.colon, value, self.slot))
+            found.append(seq(self.rule(texts, "key"), self.colon, value, self.slot))
         return alt(*found)
 
     def chain(self, links: list[tuple[bool, Node]], rest: Node, lo: int, hi: int | None) -> Node:
-        """The objects of lo to hi members: some of the links in order, then others."""
+        """The objects of lo to hi members: links in order, those that must be and some others,
+        then any number of the rest. From the end on: what may follow the first i links, of which
+        so many are written, after a member (tails) and where one must come (entries)."""
         needed = sum(must for must, _ in links)
         lo = 0 if lo <= needed else lo
-        if rest is EMPTY and hi is not None and hi >= len(links):
-            hi = None
+        hi = None if rest is EMPTY and hi is not None and hi >= len(links) else hi
         if hi is not None and hi < max(needed, lo):
             return EMPTY
-        top = lo if hi is None else hi  # members are counted up to here
-        self.within(len(links) * (min(top, len(links)) + 1), ("#", "maxProperties"))
-        comma, close = seq(literal(","), self.slot), literal("}")
+        top = min(lo if hi is None else hi, len(links))  # written members are counted up to here
+        if len(links) * (top + 1) > LINKS:
+            raise SchemaError("#", "minProperties", f"it takes more than {LINKS} states")
+        close = literal("}")
         last = max((i for i, (must, _) in enumerate(links) if must), default=-1)
-        tails, entries = [], []  # after the first i links: what may follow, by members so far
-        for written in range(min(len(links), top) + 1):
+
+        def more(written: int) -> Node:
             room = None if hi is None else hi - written
-            more = repeat(seq(comma, rest), max(lo - written, 0), room)
-            tails.append(seq(more, close))
-            room = None if hi is None else max(room - 1, 0)
-            more = repeat(seq(comma, rest), max(lo - written - 1, 0), room)
-            entries.append(seq(rest, more, close) if written != hi else EMPTY)
-        for i in range(len(links) - 1, -1, -1):
+            return seq(repeat(seq(self.comma, rest), max(lo - written, 0), room), close)
+
+        tails = [more(n) for n in range(top + 1)]
+        entries = [seq(rest, more(n + 1)) if n != hi else EMPTY for n in range(top + 1)]
+        for i, (must, link) in reversed(list(enumerate(links))):
             self.tick()
-            must, link = links[i]
-            for written in range(min(i, top) + 1):
-                then = min(written + 1, top)
-                entry = seq(link, tails[then]) if written != hi else EMPTY
-                entries[written] = entry if must else alt(entry, entries[written])
-            for written in range(min(i, top) + 1):
-                end = close if i > last and written >= lo else EMPTY
-                tails[written] = alt(end, seq(comma, entries[written]))
+            for n in range(min(i, top) + 1):
+                entry = seq(link, tails[min(n + 1, top)]) if n != hi else EMPTY
+                entries[n] = entry if must else alt(entry, entries[n])
+            for n in range(min(i, top) + 1):
+                end = close if i > last and n >= lo else EMPTY
+                tails[n] = alt(end, seq(self.comma, entries[n]))
         end = close if last < 0 and lo == 0 else EMPTY
         return seq(literal("{"), self.slot, alt(end, entries[0]))
 
-    def left_out(self, option: Typed) -> list:
-        """The excluded arrays or objects, if they are empty: a length of 1 leaves them out."""
-        found = []
-        for part in option.parts:
-            if type(part) is Among and not part.wanted:
-                others = Typed(option.kind, tuple(p for p in option.parts if p is not part))
-                values = [v.value for v in part.values if v.kind == option.kind]
-                values = [v for v in values if self.meets(v, others)]
-                if any(values):
-                    self.refuse(part.place, "arrays and objects cannot be left out one by one")
-                found += [v for v in values if not v]
-        return found
 
-    def within(self, links: int, place: tuple[str, str]) -> None:
-        if links > LINKS:
-            raise SchemaError(*place, f"it would take {links} states, more than {LINKS}")
+def only_lists(option: Typed) -> bool:
+    return len(option.parts) == 1 and type(option.parts[0]) is Among
 
 
-def limits(parts) -> tuple:
-    """(lo, whether without lo itself, hi, whether without hi itself) of the bounds."""
-    bounds = [part for part in parts if type(part) is Bound]
-    lo, lo_open = max(((b.n, b.open) for b in bounds if not b.upper), default=(None, False))
-    hi, closed = min(((b.n, not b.open) for b in bounds if b.upper), default=(None, True))
-    return lo, lo_open, hi, not closed
-
-
-def sizes(parts) -> tuple[int, int | None]:
-    """(shortest, longest) of the bounds of a length."""
-    lo, lo_open, hi, hi_open = limits(parts)
-    return max(int(lo or 0) + lo_open, 0), None if hi is None else int(hi) - hi_open
-
-
-def subs_of(parts, key) -> tuple[Sub, ...]:
-    """The subschemas of a member by its name, or of an item by its index."""
-    holders = [part for part in parts if type(part) in (Members, Items)]
-    return tuple(dict.fromkeys(sub for part in holders for sub in part.of(key)))
-
-
-def excluded(option: Typed) -> list[Value]:
-    lists = [part.values for part in option.parts if type(part) is Among and not part.wanted]
-    return [value for values in lists for value in values]
-
-
-def common_multiple(a: Fraction, b: Fraction) -> Fraction:
-    return Fraction(
-        math.lcm(a.numerator * b.denominator, b.numerator * a.denominator),
-        a.denominator * b.denominator,
+def joined(lists: list[Typed], counts=None) -> tuple[Typed, ...]:
+    """Alternatives that only list values, as one of each kind; counts: values with 1 stay."""
+    found: dict[str, dict] = {}
+    for kind, (part,) in lists:
+        pairs = zip(part.texts, part.values)
+        pairs = ((text, value) for text, value in pairs if not counts or counts[text] == 1)
+        found.setdefault(kind, {}).update(pairs)
+    return tuple(
+        Typed(kind, (Among(tuple(v), tuple(v.values())),)) for kind, v in found.items() if v
     )
+
+
+def common_multiple(a: Fraction | None, b: Fraction) -> Fraction:
+    if a is None:
+        return b
+    lcm = math.lcm(a.numerator * b.denominator, b.numerator * a.denominator)
+    return Fraction(lcm, a.denominator * b.denominator)
 
 
 def step(key) -> str:
@@ -2280,19 +2208,26 @@ def step(key) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-# ---------------------------------------------------------------- JSON Schema: formats
+@lru_cache(256)
+def cached(make, *parameters) -> Node:
+    """What many schemas have in common is made once."""
+    return make(*parameters)
+
 
 CONSTANTS = {"null": [None], "boolean": [True, False]}
 MANY_ITEMS = 64
-BROKEN = r"-?[0-9]+\.[0-9]*[1-9][0-9]*"  # numbers that are not integers, without an exponent
-UNIQUE = 8  # most values of items that may not repeat: 256 states
-SLOTS = {
+UNIQUE = 2000  # most sets of values that an array has used
+BROKEN = r"-?[0-9]{1,9}\.[0-9]{0,5}[1-9]0{0,5}"  # no integers, also as a double
+SLOTS = {  # white space between two tokens
     "compact": NOTHING,
     "default": optional(
-        alt(literal(" "), seq(literal("\n"), repeat(alt(literal(" "), literal("\t")), 0, 20)))
+        alt(literal(" "), seq(literal("\n"), repeat(symbols((9, 9), (32, 32)), 0, 20)))
     ),
-    "any": repeat(alt(*map(literal, " \t\n\r"))),
+    "any": repeat(symbols((9, 10), (13, 13), (32, 32))),
 }
+
+
+# ---------------------------------------------------------------- JSON Schema: formats
 
 
 def formats() -> dict[str, str]:
@@ -2357,12 +2292,6 @@ def leap_seconds() -> str:
 
 
 FORMATS = formats()
-
-
-@lru_cache(256)
-def cached(make, *parameters) -> Node:
-    """What many schemas have in common is made once."""
-    return make(*parameters)
 
 
 # ---------------------------------------------------------------- JSON numbers

@@ -391,7 +391,10 @@ class Engine:
             return [], None
         if request.params.logprobs is not None:
             return [], None
-        ids, finish = stream.cut(guide.forced(self._plain_ids))
+        ids = guide.forced(self._plain_ids)
+        if not stream.stop_ids.isdisjoint(ids):  # these are no text
+            return [], None
+        ids, finish = stream.cut(ids)
         guide.forced_tokens += len(ids)
         return ids, finish
 
@@ -401,9 +404,9 @@ class Engine:
         for before in ("", "\n"):
             ids = self.tokenizer.encode(before + text, special=False)
             data = [self.bytes_of(i) for i in ids]
-            while data and sum(map(len, data)) > len(wanted):
+            while data and not (data[0] and sum(map(len, data)) <= len(wanted)):
                 del data[0]
-            if b"".join(data) == wanted:
+            if all(data) and b"".join(data) == wanted:
                 return ids[len(ids) - len(data) :]
         return []
 
@@ -2701,8 +2704,9 @@ class Timeline:
         for request in record.preempted:
             self._write(ph="i", s="t", name="preempted", tid=self._track(request), ts=at)
         for request, start, n in record.parts:
-            decode = n == 1 and start >= request.prompt_tokens
-            stage = "decode" if decode else "again" if request.preempted else "prefill"
+            stage = "again" if request.preempted else "prefill"
+            if start >= request.prompt_tokens and (n == 1 or not request.preempted):
+                stage = "decode" if n == 1 else "forced"
             self._slice(
                 self._track(request), stage, record.began, record.ended, rows=n, position=start
             )

@@ -3597,6 +3597,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
+        "        if not stream.stop_ids.isdisjoint(ids):  # these are no text",
+        "        if False:",
+        "5: a stop id that is forced text ends it in the middle",
+        "tests/test_generate.py -k test_a_stop_id_that_is_text",
+    ),
+    (
+        "generate.py",
         "        stream.told += len(ids)",
         "        stream.told = len(ids)",
         "events tell ids twice",

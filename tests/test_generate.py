@@ -1809,6 +1809,10 @@ def test_a_stop_id_that_is_text_is_no_text_under_a_grammar():
     b = ord("b")
     (output,) = build().generate("x", greedy(9, regex="a[bc]d", stop_token_ids=[b]))
     assert output.text == "acd"
+    for jump in (True, False):
+        params = greedy(9, regex="abd", stop_token_ids=[b])
+        (output,) = build(jump=jump).generate("x", params)
+        assert (output.text, output.finish_reason) == ("a", "error")
 
 
 @pytest.mark.parametrize("jump", [True, False])
@@ -2030,6 +2034,10 @@ def test_forced_ids_are_the_text_whatever_a_tokenizer_puts_before_it():
     engine.tokenizer = SimpleNamespace(encode=lambda text, special: known.get(text, [0, 0]))
     assert engine._plain_ids("né") == [110, 195, 169]
     assert engine._plain_ids("é") == [195, 169]
+    known["é"] = [END, 195, 169]
+    assert engine._plain_ids("é") == [195, 169]
+    known["é"] = [195, END, 169]
+    assert engine._plain_ids("é") == []
     assert engine._plain_ids("a") == []  # then every token is sampled
 
 
@@ -2045,6 +2053,80 @@ def test_an_aborted_constrained_request_leaves_nothing(when):
     assert all(engine.output(one).text.startswith("begin ") for one in request.family)
     assert all(len(one.output) == len(engine.output(one).text) for one in request.family)
     check_idle(engine)
+
+
+@pytest.mark.parametrize("where", ["_cut", "_fork", "_jump", "_begin", "mask", "accept", "forced"])
+def test_ctrl_c_leaves_no_place_in_a_grammar_half_taken(where, monkeypatch):
+    engine = build()
+    params = greedy(20, n=2, regex="begin [a-z]{3} end")
+    expected = engine.generate("hello", params)[0].text
+    owner = engine if where[0] == "_" else generate.Guide
+    whole = getattr(owner, where)
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        whole(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["hello", "other"], params)
+    check_idle(engine)
+    assert (
+        engine.generate("hello", params)[0].text == expected and not engine.grammars.lock.locked()
+    )
+
+
+def test_grammars_are_compiled_while_others_are_followed():
+    """Their automata grow in both, in memory that they share."""
+    engine = build(budget=8)
+
+    def patterns(i):
+        return [f"(ab{i}|[a-d]{{{j},9}}|x{j})(é|ü)" for j in range(1, 9)]
+
+    alone = [engine.generate("x", greedy(12, regex=each))[0].text for each in patterns(0)]
+    got: dict[int, list[str]] = {}
+    engine = build(budget=8)
+
+    def work(i):
+        got[i] = [engine.generate("x", greedy(12, regex=each))[0].text for each in patterns(i)]
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got[0] == alone
+    for i, texts in got.items():
+        assert all(re.fullmatch(each, text) for each, text in zip(patterns(i), texts))
+    check_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_a_grammar_sees_the_text_that_comes_out_of_any_tokenizer(byte_level):
+    """With a space for "Ġ" or "▁", also where the tokenizer puts one before a text."""
+    library = pytest.importorskip("tokenizers")
+    space = "Ġ" if byte_level else "▁"
+    pieces = ["<unk>", "<s>", space, *"abcdefghijklmnop", f"{space}ab", "ab", f"{space}c", "de"]
+    vocab = [(piece, -float(len(pieces) - i)) for i, piece in enumerate(pieces)]
+    spec = json.loads(library.Tokenizer(library.models.Unigram(vocab, unk_id=0)).to_str())
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    spec["pre_tokenizer"] = spec["decoder"] = metaspace
+    if byte_level:
+        spec["pre_tokenizer"] = spec["decoder"] = {
+            "type": "ByteLevel", "add_prefix_space": True, "use_regex": True, "trim_offsets": True
+        }  # fmt: skip
+    whole = models.random(models.tiny(vocab=len(pieces)), 0)
+    whole.tokenizer = spec
+    for jump in (True, False):
+        engine = Engine(whole, device="cpu", dtype="float32", kv_memory=2**20, jump=jump)
+        assert engine._plain_ids("ab de") and engine._plain_ids(" ab c")
+        for text in ("ab de", " ab c", "a  b"):
+            (output,) = engine.generate([3, 4], greedy(20, regex=f"{text}[cd](ab| c){{2}}"))
+            assert re.fullmatch(f"{text}[cd](ab| c){{2}}", output.text)
+            assert b"".join(engine.bytes_of(i) for i in output.token_ids).decode() == output.text
+            assert (output.usage["forced_tokens"] > 0) == jump
 
 
 # ---------------------------------------------------------------- by property

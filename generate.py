@@ -26,6 +26,7 @@ Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
+              python generate.py --prompt "Is it blue?" --choice yes --choice no
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
 Imports       grammar, kv_cache, model, paged, sample, scheduler; never kernels.
@@ -3194,16 +3195,17 @@ def demo() -> str:
     engine.add("Octavo reads", SamplingParams(max_tokens=6, temperature=0))
     engine.add("two", SamplingParams(max_tokens=4, seed=1, n=2, top_p=0.9))
     engine.add("Octavo reads on", SamplingParams(max_tokens=3, temperature=0))
+    engine.add("sure?", SamplingParams(seed=2, regex="(yes|no), [1-9]0% sure"))
     lines = [
         "A: prompt of 12, temperature 0, 6 tokens.  B: prompt of 3, top_p 0.9, 2 samples of 4.",
         "C: prompt of 15, it begins like A, 3 tokens. At most 8 tokens a step and 3 requests;",
-        "a cache of 7 blocks of 8 tokens.",
+        "a cache of 7 blocks of 8 tokens. D: prompt of 5, then yes or no, and how sure it is.",
         "",
         f"{'plan':<36}{'held':>6}  sample -> released",
     ]
 
     def name(r: Request) -> str:
-        return "ABC"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
+        return "ABCD"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
 
     records: list[StepRecord] = []
     engine.watch = records.append
@@ -3229,6 +3231,8 @@ def demo() -> str:
         "plan: positions that go through the model. held: blocks in use after the step. B's prompt",
         "is computed once and its last row sampled twice; then B2 has its own copy of the block.",
         "C waits for a place, and finds the block that A has filled with its first 8 tokens.",
+        "D follows a grammar: what must come after its first letter is not sampled, and is computed",
+        "in one step.",
     ]
     return "\n".join(lines)
 

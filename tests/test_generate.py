@@ -1966,10 +1966,10 @@ def test_a_grammar_is_compiled_once_and_its_time_is_in_the_timings(monkeypatch):
 def test_a_schema_is_compiled_for_each_of_its_options():
     engine, texts = build(), []
     for whitespace in ("any", "compact", "default"):
-        params = greedy(9, json_schema={"const": [1, 2]}, json_whitespace=whitespace)
+        params = greedy(16, json_schema={"const": [True, None]}, json_whitespace=whitespace)
         params = dataclasses.replace(params, logit_bias={ord(" "): 50})
         texts.append(engine.generate("x", params)[0].text)
-    assert texts == ["[        ", "[1,2]", "[ 1 , 2 ]"]
+    assert texts == ["[" + " " * 15, "[true,null]", "[ true , null ]"]
 
 
 def test_the_last_used_grammars_and_vocabularies_are_kept(monkeypatch):
@@ -3132,14 +3132,14 @@ def test_a_schema_is_given_inline_or_in_a_file(cli, tmp_path):
         code, out, _ = cli("--prompt", "hi", *flags, "--json-schema", source)
         output = json.loads(out)
         assert code == 0 and output["finish_reason"] == "stop"
-        assert re.fullmatch('{"name":"(Ann|Bob)","age":-?[0-9]+}', output["text"])
+        assert re.fullmatch('{"name":"(Ann|Bob)","age":-?[0-9]+(\\.0+)?}', output["text"])
         assert output["usage"]["masks"] + output["usage"]["forced_tokens"] >= len(output["text"])
         assert output["timings"]["compile_s"] > 0
-    lenient = SCHEMA.replace('"required"', '"not": {"const": 3}, "required"')
+    lenient = '{"type": "array", "items": {"type": "null"}, "maxItems": 2, "uniqueItems": true}'
     code, out, err = cli("--prompt", "hi", *flags, "--json-schema", lenient)
-    assert (code, out) == (2, "") and "not" in err
+    assert (code, out) == (2, "") and "uniqueItems" in err
     code, out, err = cli("--prompt", "hi", *flags[:-1], "--json-lenient", "--json-schema", lenient)
-    assert code == 0 and re.search("^ignored  .*not", err, re.M)
+    assert code == 0 and re.search("^ignored  .*uniqueItems", err, re.M)
 
 
 def test_chat_keeps_the_conversation(folder, capsys, monkeypatch):

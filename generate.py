@@ -75,7 +75,7 @@ import kv_cache
 import model as models
 import paged
 from kv_cache import block_bytes
-from sample import GRAMMARS, WHITESPACE, Logprobs, Row, SamplingParams, mix, sample, sample_seed
+from sample import GRAMMARS, Logprobs, Row, SamplingParams, mix, sample, sample_seed
 from scheduler import Request, Scheduler
 
 # ---------------------------------------------------------------- the engine
@@ -1155,7 +1155,7 @@ class StepRecord:
 
     @property
     def prompt_rows(self) -> int:
-        """Rows that are no decodes: prompt tokens, and what is computed again."""
+        """Rows that are no decodes: prompt or forced tokens, and what is computed again."""
         return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
 
     @property
@@ -2801,7 +2801,7 @@ def parser() -> argparse.ArgumentParser:
     add("--regex", help="answer with a text that this matches from its beginning to its end")
     add("--choice", action="append", metavar="TEXT", help="answer with one of these (repeatable)")
     add("--grammar", metavar="FILE", help="answer by this grammar (GBNF)")
-    add("--json-whitespace", choices=WHITESPACE, default="default",
+    add("--json-whitespace", choices=list(grammar.SLOTS), default="default",
         help="between JSON's tokens: none, little, or as much as JSON allows")  # fmt: skip
     add("--json-lenient", action="store_true",
         help="pass over keywords of a schema that cannot be enforced, and name them")  # fmt: skip

@@ -65,7 +65,7 @@ class SamplingParams:
     regex: str | None = None  # the whole text matches
     choice: list[str] | tuple[str, ...] | None = None  # the text is one of these
     grammar: str | None = None  # the text follows this grammar (GBNF)
-    json_whitespace: str = "default"  # between JSON's tokens; see grammar.compile
+    json_whitespace: str = "default"  # "compact", "default" or "any": see grammar.compile
     json_lenient: bool = False  # pass over keywords that cannot be enforced, and say which
     think_end: int | str | None = None  # the token after which the grammar begins
     priority: int = 0  # smaller goes first, under the policy "priority"
@@ -93,8 +93,9 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r}: each must be an integer")
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
-        if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos {self.ignore_eos!r} is neither true nor false")
+        for name in ("ignore_eos", "json_lenient"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} {getattr(self, name)!r} is neither true nor false")
         if self.cache_salt is not None and (
             type(self.cache_salt) is not str or not self.cache_salt
         ):
@@ -110,17 +111,13 @@ class SamplingParams:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)}: a text can follow one of them")
         for name, value in given.items():
-            if not isinstance(value, GRAMMARS[name]):
-                raise ValueError(f"{name} {str(value)[:60]!r} is not {GRAMMAR_TYPES[name]}")
-        if self.choice is not None:
-            if not self.choice or any(type(text) is not str for text in self.choice):
-                raise ValueError(f"choice {list(self.choice)!r} is not a list of texts")
-            object.__setattr__(self, "choice", tuple(self.choice))
-        if self.json_whitespace not in WHITESPACE:
-            names = ", ".join(WHITESPACE)
-            raise ValueError(f"json_whitespace {self.json_whitespace!r} is not one of {names}")
-        if type(self.json_lenient) is not bool:
-            raise ValueError(f"json_lenient {self.json_lenient!r} is neither true nor false")
+            types, words = GRAMMARS[name]
+            if not isinstance(value, types):
+                raise ValueError(f"{name} {str(value)[:60]!r} is not {words}")
+        if any(type(text) is not str for text in self.choice or ()):
+            raise ValueError(f"choice {list(self.choice)!r}: each must be a text")
+        if type(self.json_whitespace) is not str:
+            raise ValueError(f"json_whitespace {self.json_whitespace!r} is not a text")
         if type(self.think_end) not in (int, str, type(None)):
             raise ValueError(f"think_end {self.think_end!r} is neither a token nor its id")
         if self.think_end is not None and not given:
@@ -129,8 +126,7 @@ class SamplingParams:
     @property
     def constraint(self) -> dict:
         """The grammar that the text follows, by its field's name; empty without one."""
-        given = {name: getattr(self, name) for name in GRAMMARS}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: getattr(self, name) for name in GRAMMARS if getattr(self, name) is not None}
 
     def with_defaults(self, generation: dict) -> "SamplingParams":
         """Fill unset fields from a generation_config."""
@@ -142,14 +138,12 @@ class SamplingParams:
         return replace(self, **{k: defaults[k] if v is None else v for k, v in found.items()})
 
 
-GRAMMARS = {"json_schema": (dict, bool, str), "regex": str, "choice": (list, tuple), "grammar": str}
-GRAMMAR_TYPES = {
-    "json_schema": "a schema: an object, true, false, or JSON text",
-    "regex": "a text",
-    "choice": "a list of texts",
-    "grammar": "a text",
+GRAMMARS = {  # field: its types
+    "json_schema": ((dict, bool, str), "an object, true, false or JSON text"),
+    "regex": (str, "a text"),
+    "choice": ((list, tuple), "a list of texts"),
+    "grammar": (str, "a text"),
 }
-WHITESPACE = ("compact", "default", "any")
 UNSET = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "seed")
 RANGES = (  # field, lowest, highest, whole numbers only
     ("max_tokens", 1, math.inf, True),

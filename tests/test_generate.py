@@ -1994,6 +1994,7 @@ def test_a_refused_grammar_is_refused_before_anything_runs():
         ({"regex": "a("}, "regex"),
         ({"json_schema": "{"}, "JSON"),
         ({"json_schema": {"a": {1, 2}}}, "json_schema: "),
+        ({"json_schema": True, "json_whitespace": "some"}, "'some'"),
         ({"choice": ["a"], "think_end": "two"}, "think_end 'two' is not one token"),
         ({"choice": ["a"], "think_end": 999}, "think_end 999 is not an id"),
     ):

@@ -728,6 +728,26 @@ def test_a_filtered_row_that_is_not_finite_ends(bad):
 
 
 @pytest.mark.parametrize("name, value", [
+    ("json_schema", 5), ("json_schema", ["a"]), ("regex", 5), ("regex", b"a"), ("choice", "a"),
+    ("choice", {"a": 1}), ("choice", ["a", 1]), ("grammar", {}), ("think_end", 1.5),
+    ("think_end", True), ("think_end", "</think>"), ("json_lenient", 1),
+    ("json_whitespace", ["any"]), ("json_whitespace", None),
+], ids=str)  # fmt: skip
+def test_what_is_no_grammar_is_a_value_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=f"{name} .*"):
+        SamplingParams(**{name: value})
+
+
+def test_a_text_follows_one_grammar_at_most():
+    with pytest.raises(ValueError, match="json_schema and choice: a text can follow one of them"):
+        SamplingParams(json_schema=True, choice=["a"])
+    assert SamplingParams(json_schema=False).constraint == {"json_schema": False}
+    assert SamplingParams().with_defaults({}).constraint == {}
+    kept = SamplingParams(regex="", think_end=3).with_defaults({"top_k": 2})
+    assert kept.constraint == {"regex": ""} and kept.think_end == 3
+
+
+@pytest.mark.parametrize("name, value", [
     ("temperature", math.inf), ("presence_penalty", math.inf), ("frequency_penalty", -math.inf),
     ("repetition_penalty", math.inf), ("logit_bias", {1: "a"}), ("logit_bias", [1]), ("stop", 5),
     ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("n", None), ("max_tokens", None),

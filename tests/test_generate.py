@@ -2042,6 +2042,56 @@ def test_forced_ids_are_the_text_whatever_a_tokenizer_puts_before_it():
     assert engine._plain_ids("a") == []  # then every token is sampled
 
 
+@functools.cache
+def merging(jump: bool) -> Engine:
+    """A tokenizer with tokens of several bytes, which reach over ends in the grammars below."""
+    merges = ["n a", "m e", "na me", '{ "', '" :', "a b", "b c", "ab c", 'Ġ "', 'c "', ", Ġ"]
+    whole = models.random(models.tiny(vocab=257 + len(merges)), 0)
+    whole.tokenizer = generate.byte_tokenizer()
+    texts = [merge.replace(" ", "") for merge in merges]
+    whole.tokenizer["model"]["vocab"] |= {text: 257 + i for i, text in enumerate(texts)}
+    whole.tokenizer["model"]["merges"] = merges
+    return Engine(whole, device="cpu", dtype="float32", kv_memory=2**20, max_len=128, jump=jump)
+
+
+def test_forced_text_has_the_tokens_of_the_tokenizer_but_where_another_may_follow():
+    """The space may come with a quote, and the quote with what is before it."""
+    engine = merging(True)
+    params = greedy(40, regex=r'\{"name": ("[a-c]+"|1)\}')
+    request = engine.add("x", params)
+    assert engine.tokenizer.encode('{"name":') == request.output == [260, 259, 261]
+    engine.abort(request)
+    request = engine.add("x", greedy(40, regex=r'\{"name": [01]\}'))
+    assert engine.tokenizer.encode('{"name": ') == request.output
+    engine.abort(request)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_forced_tokens_and_without_a_text_is_in_the_grammar(seed):
+    draw = random.Random(seed)
+    parts = [
+        '{"name": ',
+        "name",
+        '("abc", )?',
+        "[a-c]{1,4}",
+        '("bc"|"[a-c]*")',
+        "(, ab){0,2}",
+        "me",
+    ]
+    for _ in range(6):
+        regex = "".join(draw.choices(parts, k=draw.randint(1, 5))).replace('{"', '\\{"')
+        bias = {END: 3, **{i: 2 for i in range(257, 268)}}
+        settings = {"temperature": draw.choice([0, 1]), "seed": seed, "logit_bias": bias}
+        for jump in (True, False):
+            engine = merging(jump)
+            (output,) = engine.generate("x", greedy(90, regex=regex, **settings))
+            assert re.fullmatch(regex, output.text) or output.finish_reason == "length", regex
+            assert b"".join(map(engine.bytes_of, output.token_ids)).decode() == output.text
+            assert jump or output.usage["forced_tokens"] == 0
+            check_idle(engine)
+
+
 @pytest.mark.parametrize("when", range(4))
 def test_an_aborted_constrained_request_leaves_nothing(when):
     engine = build()

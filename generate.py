@@ -10,22 +10,26 @@ The data      messages --template--> text --tokenizer--> ids --add--> waiting
                  prepare:  their rows, and a view of the cache       paged.py, kv_cache.py
                  forward:  rows -> hidden -> logits                  model.py
                  sample:   logits -> one id a request                sample.py
+                           of those that its grammar allows          Guide, below; grammar.py
                  cut:      ids -> what is kept, and why it ended     Stream, below
                  commit:   tokens and computed move on
+                 jump:     ids that the grammar leaves no choice about, for the next step
               Event(request, text, token_ids, finish_reason) --> whoever waits for it
 
 Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up to a stop
               2. no part of a stop string is ever released, and all else is
               3. a request that ended, for whatever reason, holds nothing after the step under way
               4. text of special tokens inside a message never becomes a special token
+              5. text under a grammar is in it, or the beginning of one that is ("length")
 
 Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
+              python generate.py --prompt "Is it blue?" --choice yes --choice no
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
-Imports       kv_cache, model, paged, sample, scheduler; never kernels.
+Imports       grammar, kv_cache, model, paged, sample, scheduler; never kernels.
 """
 
 import argparse
@@ -66,11 +70,12 @@ import torch
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+import grammar
 import kv_cache
 import model as models
 import paged
 from kv_cache import block_bytes
-from sample import Logprobs, Row, SamplingParams, mix, sample, sample_seed
+from sample import GRAMMARS, Logprobs, Row, SamplingParams, mix, sample, sample_seed
 from scheduler import Request, Scheduler
 
 # ---------------------------------------------------------------- the engine
@@ -88,14 +93,17 @@ class Event:
 
 @dataclass
 class Output:
-    """A finished sample. token_ids include the stop id; text includes neither it nor a stop."""
+    """A finished sample. token_ids include the stop id; text includes neither it nor a stop.
+
+    Under a grammar `usage` has more: see Guide.usage.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None  # the stop id or string, or what went wrong
     logprobs: list[Logprobs] | None
-    usage: dict[str, int]
+    usage: dict[str, object]
     timings: dict[str, float]
 
 
@@ -126,6 +134,7 @@ class Engine:
     reserve     take the blocks for the longest answer at admission (for comparison)
     graphs      pad decode steps to a few sizes, which a GPU records once and replays (default:
                 on a GPU); elsewhere the same padded steps are computed as ever
+    jump        whether text that a grammar leaves no choice about is appended unsampled
     seed        of requests that have none of their own, each mixed with its number
     say         called with lines for people
     progress    called with (layers loaded, layers) while the model loads
@@ -153,6 +162,7 @@ class Engine:
         static: bool = False,
         reserve: bool = False,
         graphs: bool | None = None,
+        jump: bool = True,
         seed: int = 0,
         say=None,
         progress=None,
@@ -191,6 +201,8 @@ class Engine:
             self.forward.record(self.cache)
         self.manager = paged.BlockManager(rooms, block_size, prefix_cache, reserve)
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
+        self.grammars = Grammars(self.tokens, self.config.vocab)
+        self.jump = jump
         self.seed = seed
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
@@ -246,7 +258,7 @@ class Engine:
         nothing is committed yet: the one whose fault it was ends, the others go on."""
         failure = None
         try:
-            step, ids, logprobs = self._compute(plan)
+            step, *drawn = self._compute(plan)
         except Exception as error:  # out of memory, a device that failed, a number too large
             failure = str(error)  # the error itself holds all the tensors of the step
         if failure is not None:
@@ -255,12 +267,15 @@ class Engine:
             return [event for pair in plan for event in self._run([pair])]
         try:
             plan = self._fork(plan)
-            kept = self._cut(plan, iter(ids), iter(logprobs))
+            kept = self._cut(plan, zip(*drawn))
             self.cache.commit(step, kept)
             self.scheduler.commit(plan, kept)
+            for (request, _), (ids, _) in zip(plan, kept):
+                if ids:
+                    self._jump(request)
         except Exception as error:
             return self._fail(plan, str(error))
-        return [self._event(request, ids) for (request, _), (ids, _) in zip(plan, kept)]
+        return [self._event(request) for request, _ in plan]
 
     def _compute(self, plan):
         """One forward pass, and an id for each sample of the requests that caught up."""
@@ -269,7 +284,7 @@ class Engine:
         computed = self._mark()
         caught_up = [request for request, n in plan if n == request.behind]
         rows = [row for request in caught_up for row in self._rows(request)]
-        drawn = sample(logits[: len(rows)], rows) if rows else ([], [])
+        drawn = sample(logits[: len(rows)], rows) if rows else ([], [], [])
         at = computed()
         for request in caught_up:
             request.stamps.setdefault("prefill", at)
@@ -322,12 +337,12 @@ class Engine:
     def _rows(self, request: Request) -> list[Row]:
         """The last row of a request, once for each sample that it forks into."""
         tokens, count = request.tokens, request.prompt_tokens
+        guide = request.stream.guide if request.stream is not None else None
+        mask = guide.mask() if guide is not None else None
         seeds = [sample_seed(request.seed, i) for i in range(request.samples)]
-        return [
-            Row(request.params, seed, len(tokens), tokens, prompt_tokens=count) for seed in seeds
-        ]
+        return [Row(request.params, seed, len(tokens), tokens, mask, count) for seed in seeds]
 
-    def _cut(self, plan, ids, logprobs) -> list[tuple[list[int], str | None]]:
+    def _cut(self, plan, drawn) -> list[tuple[list[int], str | None]]:
         """Per planned request the ids that stay, and why it ends if it does."""
         now = time.perf_counter()
         kept = []
@@ -335,28 +350,80 @@ class Engine:
             if n < request.behind:
                 kept.append(([], None))
                 continue
-            stream = request.stream
-            drawn, logprob = next(ids), next(logprobs)
-            if drawn is None:
-                stream.stop_reason = "no token can be drawn: logits are not finite"
+            stream, guide = request.stream, request.stream.guide
+            token, logprob, took = next(drawn)
+            if token is None:
+                stuck = guide is not None and guide.stuck
+                why = "the grammar allows none" if stuck else "logits are not finite"
+                stream.stop_reason = f"no token can be drawn: {why}"
                 kept.append(([], "error"))
                 continue
+            if took is not None:
+                guide.count(*took, stream.count)
             request.stamps.setdefault("first token", now)
             request.token_stamps.append(now)
             if logprob is not None:
                 stream.logprobs.append(logprob)
-            kept.append(stream.cut([drawn]))
+            kept.append(stream.cut([token]))
         return kept
 
-    def _event(self, request: Request, ids: list[int]) -> Event:
-        text = request.stream.take(final=request.finish_reason is not None)
+    def _jump(self, request: Request):
+        """Append what the grammar leaves no choice about; the next step computes all of it."""
+        ids, finish = self._forced(request)
+        if ids:
+            self.scheduler.extend(request, ids, finish)
+
+    def _begin(self, request: Request):
+        """The same before anything is sampled: it is computed with the prompt. Of an answer that
+        it would end nothing is taken, for something must be sampled."""
+        ids, finish = self._forced(request)
+        if finish is None:
+            request.tokens += ids
+        else:
+            request.stream = self._stream(request)
+
+    def _forced(self, request: Request) -> tuple[list[int], str | None]:
+        """Ids that the grammar leaves no choice about, cut as sampled ones are.
+
+        None where logprobs are asked for: every token has some, and these have no logits.
+        """
+        stream, guide = request.stream, request.stream.guide
+        if guide is None or request.finish_reason is not None or not self.jump:
+            return [], None
+        if request.params.logprobs is not None:
+            return [], None
+        ids = guide.forced(self._plain_ids)
+        if not stream.stop_ids.isdisjoint(ids):  # these are no text
+            return [], None
+        ids, finish = stream.cut(ids)
+        guide.forced_tokens += len(ids)
+        return ids, finish
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Ids whose bytes are the text, where a tokenizer may put a space before; [] if none."""
+        wanted = text.encode()
+        for before in ("", "\n"):
+            ids = self.tokenizer.encode(before + text, special=False)
+            data = [self.bytes_of(i) for i in ids]
+            while data and not (data[0] and sum(map(len, data)) <= len(wanted)):
+                del data[0]
+            if all(data) and b"".join(data) == wanted:
+                return ids[len(ids) - len(data) :]
+        return []
+
+    def _event(self, request: Request) -> Event:
+        """The text and ids since the last one."""
+        stream = request.stream
+        text = stream.take(final=request.finish_reason is not None)
+        ids = request.tokens[request.prompt_tokens + stream.told :]
+        stream.told += len(ids)
         now = time.perf_counter()
         if ids:
             request.stamps.setdefault("detokenised", now)
         if request.finish_reason is not None:
             request.stamps["released"] = now
         event = Event(request, text, ids, request.finish_reason)
-        request.stream.inbox.append(event)
+        stream.inbox.append(event)
         return event
 
     def _end(self, request: Request, finish: str, reason: str | None = None) -> list[Event]:
@@ -367,7 +434,7 @@ class Engine:
         if request.finish_reason is None:  # else interrupted before its last event
             request.stream.stop_reason = reason
             self.scheduler.abort(request, finish)
-        return [self._event(request, [])]
+        return [self._event(request)]
 
     def _scheduled(self, plan) -> "StepRecord":
         now = time.perf_counter()
@@ -396,6 +463,7 @@ class Engine:
         ids = self._ids(prompt, template, stamps)
         stamps["tokenised"] = time.perf_counter()
         self._check_prompt(ids)
+        guide = self._guide(params, stamps)
         with self.queue_lock:
             seed = mix(self.seed, self.next_id) if params.seed is None else params.seed
             request = Request(
@@ -403,7 +471,8 @@ class Engine:
                 priority=params.priority, salt=params.cache_salt, stamps=stamps,
                 most=min(len(ids) + params.max_tokens, self.max_len) - 1,
             )  # fmt: skip
-            request.stream = self._stream(request)
+            request.stream = self._stream(request, guide)
+            self._begin(request)
             self.scheduler.add(request)
             self.next_id += 1
         return request
@@ -429,6 +498,24 @@ class Engine:
             return [operator.index(i) for i in prompt]
         except TypeError:
             raise ValueError(f"prompt {str(prompt)[:60]!r} is not text, token ids or messages")
+
+    def _guide(self, params: SamplingParams, stamps: dict) -> "Guide | None":
+        """What keeps a request to its grammar, which is compiled here."""
+        if not params.constraint:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer.json: no text, and no grammar for one")
+        start = params.think_end
+        if isinstance(start, str):
+            special = self.tokenizer.special.get(start)
+            ids = self._plain_ids(start) if special is None else [special]
+            if len(ids) != 1:
+                raise ValueError(f"think_end {start!r} is not one token here")
+            start = ids[0]
+        stops = self._stops_of(params)
+        guide = Guide(self.grammars.lock, *self.grammars.compiled(params, stops), start)
+        stamps["compiled"] = time.perf_counter()
+        return guide
 
     def abort(self, request: Request):
         """End a request and all samples of its prompt; what it held is free at once.
@@ -513,6 +600,7 @@ class Engine:
     def output(self, request: Request) -> Output:
         """What a request has produced so far."""
         stream, ids = request.stream, request.output
+        guide = stream.guide
         return Output(
             text=stream.text,
             token_ids=list(ids),
@@ -525,8 +613,9 @@ class Engine:
                 "cached_tokens": request.reused,
                 "preemptions": request.preempted,
                 "cache_bytes": self.stored_bytes(request.computed),
+                **(guide.usage if guide is not None else {}),
             },
-            timings=timings(request),
+            timings={**timings(request), **(guide.timings if guide is not None else {})},
         )
 
     # ---- what is settled once
@@ -589,14 +678,23 @@ class Engine:
             stops.add(self.tokenizer.special.get(eos))
         return stops - {None}
 
-    def _stream(self, request: Request) -> "Stream":
+    def _stream(self, request: Request, guide: "Guide | None" = None) -> "Stream":
         params = request.params
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.stop_ids)
         room = min(params.max_tokens, self.max_len - request.prompt_tokens)
-        stream = Stream(self.tokens, stops, params.stop, room)
         first = request.family[0].stream
+        if first is not None and first.guide is not None:
+            guide = first.guide.anew()
+        stream = Stream(self.tokens, self._stops_of(params), params.stop, room, guide)
         stream.inbox = deque() if first is None else first.inbox  # one for all samples
+        stream.cut(request.output)  # forced, before samples go their own ways
+        if guide is not None:
+            guide.forced_tokens = stream.count
         return stream
+
+    def _stops_of(self, params: SamplingParams) -> set[int]:
+        """Ids that end a request. Where a grammar lets a text end, it may: ignore_eos or not."""
+        ignored = params.ignore_eos and not params.constraint
+        return {*params.stop_token_ids, *(() if ignored else self.stop_ids)}
 
     def stored_bytes(self, tokens: int) -> int:
         """Bytes of cache that a request of so many tokens takes."""
@@ -718,6 +816,8 @@ class Engine:
     def _check_params(self, params: SamplingParams):
         self._check_ids(params.stop_token_ids, "stop_token_ids:")
         self._check_ids(params.logit_bias or (), "logit_bias:")
+        if isinstance(params.think_end, int):
+            self._check_ids([params.think_end], "think_end")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop {list(params.stop)}: this checkpoint has no tokenizer")
 
@@ -816,18 +916,21 @@ class Stream:
     Example: stop "END", tokens "a", "EN", "T", "END": released "a", "", "ENT", "".
     """
 
-    def __init__(self, tokens: list[bytes | None], stop_ids: set[int], stops, room: int):
+    def __init__(self, tokens: list[bytes | None], stop_ids: set[int], stops, room, guide=None):
         self.tokens, self.stop_ids, self.stops, self.room = tokens, stop_ids, stops, room
+        self.guide: Guide | None = guide
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""  # decoded, not released
         self.text = ""  # released
         self.ended = False
-        self.count = 0
+        self.count = 0  # ids so far
+        self.told = 0  # of these, in events
         self.stop_reason: int | str | None = None
         self.logprobs: list[Logprobs] = []
 
     def cut(self, ids: list[int]) -> tuple[list[int], str | None]:
-        """The ids that stay, and "stop", "length" or None; what follows an end is dropped."""
+        """The ids that stay, and "stop", "length", "error" (what the grammar does not allow) or
+        None; what follows an end is dropped."""
         for i, token in enumerate(ids):
             finish = self._take(token)
             if finish:
@@ -839,10 +942,15 @@ class Stream:
         if token in self.stop_ids:
             self.stop_reason = token
             return self._flush("stop")
+        if self.guide is not None and not self.guide.accept(token):
+            self.stop_reason = self.guide.refusal
+            return self._flush("error")
         known = self.tokens[token] if token < len(self.tokens) else None
         self.held += self.decoder.decode(known or b"")
         if self._stop():
             return "stop"
+        if self.guide is not None and self.guide.finished:
+            return self._flush("stop")
         return self._flush("length") if self.count >= self.room else None
 
     def _flush(self, finish: str) -> str:
@@ -880,6 +988,157 @@ class Stream:
         return 0
 
 
+# ---------------------------------------------------------------- text that follows a grammar
+
+
+class Grammars:
+    """An engine's compiled grammars; what is used again need not be compiled again.
+
+    A vocabulary is the tokens' bytes as far as the logits go, and the ids that may end a text: one
+    for most engines, one more for each set of further stop ids. Automata grow while they are
+    read: whoever reads one holds `lock`.
+    """
+
+    def __init__(self, tokens: list[bytes | None], vocab: int):
+        # What is not in the tokenizer is no text, and what has no logit cannot be said.
+        self.tokens = [*tokens[:vocab], *[None] * (vocab - len(tokens))]
+        self.lock = threading.Lock()
+        self.known: dict[frozenset, tuple[grammar.Vocabulary, dict]] = {}  # the last used is last
+
+    def compiled(self, params: SamplingParams, stop_ids) -> tuple[grammar.Grammar, dict]:
+        """A request's grammar, and the seconds spent on it. ValueError (grammar.SchemaError) for
+        one that is refused."""
+        ((kind, source),) = params.constraint.items()
+        options = {}
+        if kind == "json_schema":
+            options = {"whitespace": params.json_whitespace, "lenient": params.json_lenient}
+        try:
+            key = kind, json.dumps(source), *options.values()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{kind}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{kind}: nested too deeply") from None
+        began = time.perf_counter()
+        with self.lock:
+            spent = {}
+            stops = frozenset(i for i in stop_ids if i < len(self.tokens))
+            if stops not in self.known:
+                self.known[stops] = grammar.Vocabulary(self.tokens, stops), {}
+                spent["vocabulary_s"] = time.perf_counter() - began
+                began = time.perf_counter()
+            vocabulary, known = _last(self.known, stops, VOCABULARIES)
+            if key not in known:
+                known[key] = grammar.compile(vocabulary, **{kind: source}, **options)
+            spent["compile_s"] = time.perf_counter() - began
+            return _last(known, key, COMPILED), spent
+
+
+VOCABULARIES, COMPILED = 4, 64  # most that are kept
+
+
+def _last(known: dict, key, most: int):
+    """known[key], which is now the last; of more than `most` the first is forgotten."""
+    known[key] = value = known.pop(key)
+    if len(known) > most:
+        del known[next(iter(known))]
+    return value
+
+
+class Guide:
+    """Keeps one request to its grammar, from the token `start` on if there is one (ids are
+    compared, not text), and counts what that costs."""
+
+    def __init__(self, lock, compiled: grammar.Grammar, timings: dict, start: int | None = None):
+        self.lock, self.compiled, self.spent, self.start = lock, compiled, timings, start
+        self.matcher = compiled.matcher() if start is None else None
+        self.refusal: str | None = None  # why a token was not accepted
+        self.forced_tokens = self.changed = 0
+        self.mask_s = self.forced_s = 0.0
+        self.taken: list[float] = []  # probability that each mask took
+        self.worst = (0.0, 0)  # the largest of these, and the index of its token
+
+    def anew(self) -> "Guide":
+        """The same for another sample, from the beginning."""
+        return Guide(self.lock, self.compiled, self.spent, self.start)
+
+    def mask(self):
+        """Words of the ids that may come next (see kernels.allow); None where all may."""
+        if self.matcher is None:
+            return None
+        began = time.perf_counter()
+        with self.lock:
+            words = self.matcher.mask()
+        self.mask_s += time.perf_counter() - began
+        return words
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token, or say in `refusal` why not."""
+        if self.matcher is None:
+            if token == self.start:
+                self.matcher = self.compiled.matcher()
+            return True
+        try:
+            with self.lock:
+                accepted = self.matcher.accept(token)
+        except grammar.SchemaError as error:  # over a limit, in the middle of a text
+            self.refusal = str(error)
+            return False
+        self.refusal = None if accepted else f"the grammar does not allow token {token}"
+        return accepted
+
+    def forced(self, encode) -> list[int]:
+        """Ids of the text that can go one way only from here."""
+        if self.matcher is None:
+            return []
+        began = time.perf_counter()
+        with self.lock:
+            ids = self.matcher.forced(encode)
+        self.forced_s += time.perf_counter() - began
+        return ids
+
+    @property
+    def finished(self) -> bool:
+        """Nothing can follow, and the text may end here."""
+        return self.matcher is not None and self.matcher.finished
+
+    @property
+    def stuck(self) -> bool:
+        return self.matcher is not None and not self.matcher.mask().any()
+
+    def count(self, mass: float, likeliest: bool, index: int):
+        """What the mask took before token `index` of the output: see sample.sample."""
+        mass = max(0.0, mass)  # NaN: 0
+        self.taken.append(mass)
+        self.worst = max(self.worst, (mass, -index))
+        self.changed += likeliest
+
+    @property
+    def usage(self) -> dict:
+        """masks: sampled tokens that had one; forced_tokens: appended unsampled. removed_mass:
+        the probability that a mask took, on average, at most, and before which of token_ids that
+        was; argmax_changed: how often the likeliest token was in it."""
+        most, index = self.worst
+        found = {
+            "masks": len(self.taken),
+            "forced_tokens": self.forced_tokens,
+            "removed_mass_mean": sum(self.taken) / max(len(self.taken), 1),
+            "removed_mass_max": most,
+            "removed_mass_max_at": -index,
+            "argmax_changed": self.changed,
+        }
+        if self.compiled.ignored:
+            found["ignored_keywords"] = self.compiled.ignored
+        return found
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """vocabulary_s: where this request was the first that needed one; compile_s: next to
+        nothing for a known grammar; mask_s, mask_mean_s, forced_s: on masks, on forced tokens."""
+        each = self.mask_s / max(len(self.taken), 1)
+        spent = {"mask_s": self.mask_s, "mask_mean_s": each, "forced_s": self.forced_s}
+        return {**self.spent, **spent}
+
+
 # ---------------------------------------------------------------- where the time went
 
 
@@ -896,7 +1155,7 @@ class StepRecord:
 
     @property
     def prompt_rows(self) -> int:
-        """Rows that are no decodes: prompt tokens, and what is computed again."""
+        """Rows that are no decodes: prompt or forced tokens, and what is computed again."""
         return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
 
     @property
@@ -950,10 +1209,11 @@ def timings(request: Request) -> dict[str, float]:
     """
     s, tokens = request.stamps, request.token_stamps
     times: dict[str, float] = {}
-    for (_, before), (name, stage) in zip(STAGES, STAGES[1:]):
-        if stage not in s:
-            break
-        times[name] = s[stage] - s[before]
+    before = s.get("received")
+    for name, stage in STAGES[1:]:
+        if stage in s:
+            times[name] = s[stage] - before
+            before = s[stage]
     first = s.get("streamed", s.get("detokenised"))
     if first is not None:
         times["ttft_s"] = first - s["received"]
@@ -974,6 +1234,7 @@ STAGES = (  # the part of TTFT that ends with a stamp
     ("", "received"),
     ("template_s", "template"),
     ("tokenise_s", "tokenised"),
+    ("grammar_s", "compiled"),  # of requests that have one
     ("queue_s", "scheduled"),
     ("prefill_s", "prefill"),
     ("sample_s", "first token"),
@@ -1053,6 +1314,8 @@ def summary(engine: Engine, output: Output) -> str:
     reason = output.finish_reason or "running"
     if output.stop_reason is not None:
         reason += f" ({engine.name_of(output.stop_reason)})"
+    elif "masks" in usage and reason == "stop":
+        reason += " (nothing can follow)"
     counts = f"{usage['prompt_tokens']} prompt + {usage['output_tokens']} output"
     lines = [f"tokens   {counts}, {reason}"]
     if "ttft_s" in t:
@@ -1064,6 +1327,8 @@ def summary(engine: Engine, output: Output) -> str:
             f"TPOT     {1e3 * t['tpot_mean_s']:.1f} ms mean, {1e3 * t['tpot_p50_s']:.1f} p50,"
             f" {1e3 * t['tpot_p99_s']:.1f} p99: decode {t['decode_tokens_per_s']:.1f} tokens/s"
         )
+    if "masks" in usage:
+        lines += _grammar_lines(t, usage)
     specs, size = engine.config.specs, engine.manager.block_size
     grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
     held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
@@ -1088,6 +1353,22 @@ def summary(engine: Engine, output: Output) -> str:
             f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / t['tpot_p50_s']:.0%} of it"
         )
     return "\n".join(lines)
+
+
+def _grammar_lines(t: dict, usage: dict) -> list[str]:
+    """What the grammar cost: time, and what the model would rather have said."""
+    built = f", vocabulary in {1e3 * t['vocabulary_s']:.0f} ms" if "vocabulary_s" in t else ""
+    lines = [
+        f"grammar  compiled in {1e3 * t['compile_s']:.1f} ms{built}; {usage['masks']} masks in"
+        f" {1e3 * t['mask_s']:.1f} ms, {1e6 * t['mask_mean_s']:.0f} us each;"
+        f" {usage['forced_tokens']} of {usage['output_tokens']} tokens forced",
+        f"masked   {usage['removed_mass_mean']:.1%} of the probability on average,"
+        f" {usage['removed_mass_max']:.1%} at most (token {usage['removed_mass_max_at']});"
+        f" the likeliest token {usage['argmax_changed']} times",
+    ]
+    if "ignored_keywords" in usage:
+        lines.append(f"ignored  {', '.join(usage['ignored_keywords'])}")
+    return lines
 
 
 def trace(request: Request, load_s: float) -> str:
@@ -1708,26 +1989,28 @@ def build_tokenizer(spec: dict):
         library = tokenizers.Tokenizer.from_str(json.dumps(theirs))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{reason}; `tokenizers` refuses it too: {error}") from error
-    return LibraryTokenizer(library)
+    return LibraryTokenizer(library, "ByteLevel" in json.dumps(spec.get("decoder")))
 
 
 class LibraryTokenizer:
     """The face of `Tokenizer` over the `tokenizers` library.
 
-    Two things are approximate: `tokens` (one token decoded alone: "▁" is a space, "<0x0A>" a
-    byte), and, in a text with `restore`, the space some models put before a text is put before
+    byte_level says how its tokens spell bytes: as `Tokenizer` has them, or "▁" for a space and
+    "<0x0A>" for a byte.
+
+    Two things are approximate: `tokens` (one token decoded alone), and, in a text with `restore`, the space some models put before a text is put before
     each restored part. Some models make special tokens of plain text: with `restore` a refusal.
     """
 
-    def __init__(self, library):
-        self._library = library
+    def __init__(self, library, byte_level: bool = False):
+        self._library, self._lock = library, threading.Lock()
         added = library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         vocab = library.get_vocab()
         self.tokens = [None] * (max(vocab.values()) + 1)
         for text, token_id in vocab.items():
             if text not in self.special:
-                self.tokens[token_id] = _as_piece(text)
+                self.tokens[token_id] = _as_bytes(text) if byte_level else _as_piece(text)
         ids = library.encode("a").ids
         plain = library.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
@@ -1736,9 +2019,10 @@ class LibraryTokenizer:
 
     def encode(self, text, special=True, restore=None):
         _check_text(text)
-        self._library.encode_special_tokens = not special
         if not restore or text.translate(restore) == text:
-            return self._library.encode(text, add_special_tokens=False).ids
+            with self._lock:  # the setting is the library's own, for all threads
+                self._library.encode_special_tokens = not special
+                return self._library.encode(text, add_special_tokens=False).ids
         ids, done = [], 0
         for match in _any_of(self.special).finditer(text):
             ids += self._restored(text[done : match.start()], restore)
@@ -2059,8 +2343,6 @@ def _read_batch(job: Job, entry: dict):
         job.template["tools"] = tools = body.pop("tools")
         if not isinstance(tools, list):
             raise ValueError(f"tools {tools!r} is not a list")
-    if body.get("response_format") == {"type": "text"}:
-        del body["response_format"]
     for name in ("stream", "echo"):
         if body.pop(name, False):
             raise ValueError(f"{name} is not for a file of requests")
@@ -2088,13 +2370,56 @@ def _take_prompt(job: Job, entry: dict, names: list[str]):
 
 
 def _object(entry: dict, name: str) -> dict:
-    value = entry.pop(name, {})
+    value = entry.pop(name, None)
+    value = {} if value is None else value
     if not isinstance(value, dict):
         raise ValueError(f"{name} {value!r} is not an object")
     return dict(value)
 
 
+def _take_grammar(entry: dict):
+    """A grammar under the names that OpenAI and vLLM have for it becomes ours."""
+    form, outputs = _object(entry, "response_format"), _object(entry, "structured_outputs")
+    kind = form.pop("type", "text")
+    found = [(f"guided_{name}", name) for name in STRUCTURES if f"guided_{name}" in entry]
+    found = [(STRUCTURES[name], entry.pop(theirs)) for theirs, name in found]
+    if outputs.pop("disable_any_whitespace", False):
+        entry.setdefault("json_whitespace", "compact")
+    if outputs.pop("json_object", False) or kind == "json_object":
+        found.append(("json_schema", {"type": "object"}))
+    found += [(STRUCTURES[name], outputs.pop(name)) for name in STRUCTURES if name in outputs]
+    if kind == "json_schema":
+        inner = _object(form, "json_schema")
+        if "schema" not in inner:
+            raise ValueError("response_format json_schema has no schema")
+        found.append(("json_schema", inner["schema"]))
+    elif kind not in ("text", "json_object"):
+        raise ValueError(f"response_format {kind!r} is not text, json_object or json_schema")
+    if unknown := sorted({*form, *outputs}):
+        raise ValueError(f"response_format and structured_outputs: unknown {', '.join(unknown)}")
+    found = [(name, value) for name, value in found if value is not None]
+    given = [name for name, _ in found] + [name for name in GRAMMARS if name in entry]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: a text can follow one of them")
+    entry.update(found)
+
+
+STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def with_flags(flags: dict, own: dict) -> dict:
+    """A line's fields, and the flags' where it has none; its own grammar takes the place of
+    theirs, and where there is none, what goes with one is left out."""
+    if own.keys() & GRAMMARS.keys():
+        flags = {name: value for name, value in flags.items() if name not in GRAMMARS}
+    fields = {**flags, **own}
+    if not any(fields.get(name) is not None for name in GRAMMARS) and "think_end" not in own:
+        fields.pop("think_end", None)
+    return fields
+
+
 def _take_fields(job: Job, entry: dict):
+    _take_grammar(entry)
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     if unknown := sorted(set(entry) - known):
         raise ValueError(f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
@@ -2205,6 +2530,7 @@ class Batch:
         self.done = self.failed = self.aborted = 0
         self.stopped = False
         self.times: list[dict[str, float]] = []
+        self.guided: list[tuple[dict, dict]] = []  # usage and times of those with a grammar
         self.waits: dict[str, int] = {}
         self.started = time.perf_counter()
 
@@ -2239,7 +2565,7 @@ class Batch:
             job = self.jobs.popleft()
             try:
                 if job.error is None:
-                    params = SamplingParams(**{**self.defaults, **job.fields})
+                    params = SamplingParams(**with_flags(self.defaults, job.fields))
                     talk = (
                         isinstance(job.prompt, list) and job.prompt and type(job.prompt[0]) is dict
                     )
@@ -2269,6 +2595,7 @@ class Batch:
             self.done += "abort" not in reasons
             write(result(self.engine, job, outputs))
         self.times += [output.timings for output in outputs]
+        self.guided += [(one.usage, one.timings) for one in outputs if "masks" in one.usage]
         for reason, steps in request.waits.items():
             self.waits[reason] = self.waits.get(reason, 0) + steps
 
@@ -2295,6 +2622,17 @@ class Batch:
             lines.append(
                 f"found     {counts.reused_tokens:,} prompt tokens in the cache ({share:.0%})"
                 + (f", which saved about {saved:.1f} s" if saved else "")
+            )
+        if self.guided:
+            masks, forced = (
+                sum(usage[name] for usage, _ in self.guided) for name in ("masks", "forced_tokens")
+            )
+            compile_s, mask_s = (
+                sum(times[name] for _, times in self.guided) for name in ("compile_s", "mask_s")
+            )
+            lines.append(
+                f"grammars  of {len(self.guided):,} answers: compiled in {1e3 * compile_s:,.1f} ms,"
+                f" {masks:,} masks in {1e3 * mask_s:,.1f} ms; {forced:,} tokens forced"
             )
         for title, name in (
             ("TTFT", "ttft_s"), ("  queue", "queue_s"), ("  prefill", "prefill_s"),
@@ -2352,11 +2690,12 @@ class Timeline:
             name = f"request {request.id}" + (f".{request.index}" if request.params.n > 1 else "")
             self._write(ph="M", name="thread_name", tid=track, args={"name": name})
             stamps = request.stamps
-            stages = [(name, stamps[name]) for _, name in STAGES[:4] if name in stamps]
+            stages = [(name, stamps[name]) for _, name in STAGES[:5] if name in stamps]
             if not request.index:
                 for (_, before), (name, at) in zip(stages, stages[1:]):
                     details = request.waits if name == "scheduled" else {}
-                    name = {"tokenised": "tokenise", "scheduled": "queue"}.get(name, name)
+                    names = {"tokenised": "tokenise", "compiled": "grammar", "scheduled": "queue"}
+                    name = names.get(name, name)
                     self._slice(track, name, before, at, **details)
         return self.tracks[request]
 
@@ -2366,8 +2705,9 @@ class Timeline:
         for request in record.preempted:
             self._write(ph="i", s="t", name="preempted", tid=self._track(request), ts=at)
         for request, start, n in record.parts:
-            decode = n == 1 and start >= request.prompt_tokens
-            stage = "decode" if decode else "again" if request.preempted else "prefill"
+            stage = "again" if request.preempted else "prefill"
+            if start >= request.prompt_tokens and (n == 1 or not request.preempted):
+                stage = "decode" if n == 1 else "forced"
             self._slice(
                 self._track(request), stage, record.began, record.ended, rows=n, position=start
             )
@@ -2422,7 +2762,8 @@ Sampling flags that are not given are the model's own (generation_config.json).
 
 A line of --prompts (- reads standard input) is a prompt as it is, or an object:
   {"prompt": ...}     text that is continued, or token ids; or {"messages": [...]}
-                      with id, priority, arrival_s, and sampling fields (max_tokens, ...)
+                      with id, priority, arrival_s, sampling fields (max_tokens, ...), and a
+                      grammar: json_schema, regex, choice, grammar, or response_format
   {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
                       OpenAI's batch format (vllm run-batch), or /v1/completions
 A line that is one JSON string is what the string says. Flags are defaults for lines that do
@@ -2455,6 +2796,19 @@ def parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], help="end before this text (repeatable)")
     add("--stop-token-id", type=int, action="append", default=[], help="repeatable")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    add("--json-schema", metavar="FILE|JSON",
+        help="answer with JSON of this schema: a file, or the schema itself; true: any JSON")  # fmt: skip
+    add("--regex", help="answer with a text that this matches from its beginning to its end")
+    add("--choice", action="append", metavar="TEXT", help="answer with one of these (repeatable)")
+    add("--grammar", metavar="FILE", help="answer by this grammar (GBNF)")
+    add("--json-whitespace", choices=list(grammar.SLOTS), default="default",
+        help="between JSON's tokens: none, little, or as much as JSON allows")  # fmt: skip
+    add("--json-lenient", action="store_true",
+        help="pass over keywords of a schema that cannot be enforced, and name them")  # fmt: skip
+    add("--think-end", type=_token_or_id, metavar="TOKEN",
+        help="the grammar begins after this token (text or id), such as </think>")  # fmt: skip
+    add("--no-jump", action="store_true",
+        help="sample also the tokens that a grammar leaves no choice about")  # fmt: skip
     add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
         help="of the chat template, such as enable_thinking=false (repeatable)")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
@@ -2507,9 +2861,18 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--raw takes no --system and no --template")
     if (args.n or 1) > 1 and (chat or args.trace):
         p.error(f"--n {args.n}: a chat and --trace follow one sample")
+    guided = any(getattr(args, name) is not None for name in GRAMMARS)
+    if not (guided or many) and (args.think_end is not None or args.no_jump):
+        p.error("--think-end and --no-jump go with a grammar: --json-schema, --regex, ...")
+    for_json = args.json_lenient or args.json_whitespace != "default"
+    if for_json and args.json_schema is None and not many:
+        p.error("--json-lenient and --json-whitespace go with --json-schema")
     try:
-        params, template = SamplingParams(**_fields(args)), dict(args.template)
-    except ValueError as error:
+        fields, template = _fields(args), dict(args.template)
+        params = SamplingParams(**with_flags(fields, {}))
+        if params.constraint:
+            Grammars([bytes([i]) for i in range(256)], 256).compiled(params, ())
+    except (ValueError, OSError) as error:
         p.error(str(error))
     say = Say(args.quiet)
     try:
@@ -2525,13 +2888,13 @@ def main(argv: list[str] | None = None) -> int:
             threads=args.threads, kv_memory=args.kv_memory, block_size=args.block_size,
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
-            reserve=args.reserve, graphs=args.graphs,
+            reserve=args.reserve, graphs=args.graphs, jump=not args.no_jump,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
         with Timeline(args.timeline, engine) if args.timeline else nullcontext():
             if many:
-                return _prompts(engine, jobs, template, args, say)
+                return _prompts(engine, jobs, fields, template, args, say)
             if chat:
                 return _chat(engine, params, template, args, say)
             text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -2572,7 +2935,20 @@ def _fields(args) -> dict:
         "stop": args.stop,
         "stop_token_ids": args.stop_token_id,
         "ignore_eos": args.ignore_eos,
+        "json_schema": _schema(args.json_schema),
+        "regex": args.regex,
+        "choice": args.choice,
+        "grammar": Path(args.grammar).read_text("utf-8") if args.grammar is not None else None,
+        "json_whitespace": args.json_whitespace,
+        "json_lenient": args.json_lenient,
+        "think_end": args.think_end,
     }
+
+
+def _schema(text: str | None) -> str | None:
+    """The JSON text of a schema: itself, or what the file of that name has."""
+    inline = text is None or text.lstrip().startswith("{") or text.strip() in ("true", "false")
+    return text if inline else Path(text).read_text("utf-8")
 
 
 def _check_file(path: str):
@@ -2603,6 +2979,10 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from None
+
+
+def _token_or_id(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _variable(text: str) -> tuple[str, object]:
@@ -2722,14 +3102,14 @@ def _jobs(args) -> list[Job]:
     return jobs
 
 
-def _prompts(engine: Engine, jobs: list[Job], template: dict, args, say: Say) -> int:
+def _prompts(engine: Engine, jobs: list[Job], fields, template: dict, args, say: Say) -> int:
     """A file of prompts: a JSON line for each as it ends, a bar meanwhile, the account after."""
 
     def write(line: dict):
         say.done()
         print(json.dumps(line), flush=True)
 
-    batch = Batch(engine, jobs, _fields(args), template)
+    batch = Batch(engine, jobs, fields, template)
     with Interrupt(batch.stop):
         batch.run(write, say.batch)
     say("\n" + batch.summary())
@@ -2815,16 +3195,17 @@ def demo() -> str:
     engine.add("Octavo reads", SamplingParams(max_tokens=6, temperature=0))
     engine.add("two", SamplingParams(max_tokens=4, seed=1, n=2, top_p=0.9))
     engine.add("Octavo reads on", SamplingParams(max_tokens=3, temperature=0))
+    engine.add("sure?", SamplingParams(seed=2, regex="(yes|no), [1-9]0% sure"))
     lines = [
         "A: prompt of 12, temperature 0, 6 tokens.  B: prompt of 3, top_p 0.9, 2 samples of 4.",
         "C: prompt of 15, it begins like A, 3 tokens. At most 8 tokens a step and 3 requests;",
-        "a cache of 7 blocks of 8 tokens.",
+        "a cache of 7 blocks of 8 tokens. D: prompt of 5, then yes or no, and how sure it is.",
         "",
         f"{'plan':<36}{'held':>6}  sample -> released",
     ]
 
     def name(r: Request) -> str:
-        return "ABC"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
+        return "ABCD"[r.id] + (str(r.index + 1) if r.params.n > 1 else "")
 
     records: list[StepRecord] = []
     engine.watch = records.append
@@ -2850,6 +3231,8 @@ def demo() -> str:
         "plan: positions that go through the model. held: blocks in use after the step. B's prompt",
         "is computed once and its last row sampled twice; then B2 has its own copy of the block.",
         "C waits for a place, and finds the block that A has filled with its first 8 tokens.",
+        "D follows a grammar: what must come after its first letter is not sampled, and is computed",
+        "in one step.",
     ]
     return "\n".join(lines)
 

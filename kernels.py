@@ -474,6 +474,15 @@ def upload(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
     return staged.to(device, non_blocking=True)
 
 
+def upload_rows(rows: list, device: torch.device) -> Tensor:
+    """The same for K arrays of N int32 words: a tensor (K, N), in one copy."""
+    pinned = device.type != "cpu"
+    staged = torch.empty(len(rows), len(rows[0]), dtype=torch.int32, pin_memory=pinned)
+    for place, row in zip(staged.numpy(), rows):
+        place[:] = row
+    return staged.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Part:
     """Requests that one call computes: one of any number of rows, or several of one row each.
@@ -1555,16 +1564,64 @@ def experts_kernel(
 # ---------------------------------------------------------------- sampling
 
 
-def allow(logits: Tensor, mask: Tensor) -> Tensor:
-    """logits (V,) with -inf where the mask forbids.
+def allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """scores (R, V) in float32, with -inf wherever a grammar forbids an id.
 
-    mask: packed int32 words, in which bit i of word w allows id 32 * w + i, rounded up to whole
-    words; or one bool for each id.
+    words (K, W) int32: bit i of word w allows id 32 * w + i, V ids rounded up to whole words; its
+    row k is for row rows[k] of scores. Rows that are not named have no grammar and stay as they
+    are. Also what that took, (K, 2) float32: the probability of all that was forbidden, and 1
+    where the likeliest id was among it, else 0.
+
+    Example: scores ln [.5 .3 .2] and bits 0b110: -inf, ln .3, ln .2; took .5 and 1.
     """
-    if mask.dtype != torch.bool:
-        bits = torch.arange(32, dtype=torch.int32, device=mask.device)
-        mask = (mask[:, None] >> bits & 1).bool().flatten()[: logits.shape[-1]]
-    return torch.where(mask, logits, -torch.inf)
+    assert words.shape[1] == ceil_div(scores.shape[1], 32), f"{words.shape} for {scores.shape}"
+    if not on_triton(scores):
+        return _allow(scores, words, rows)
+    out = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).copy_(scores)
+    took = torch.empty(len(rows), 2, dtype=torch.float32, device=scores.device)
+    allow_kernel[(len(rows),)](out, words, rows, took, scores.shape[1], **ALLOW)
+    return out, took
+
+
+def _allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    scores, every = scores.float(), len(rows) == len(scores)
+    before = scores if every else scores[rows]
+    # A byte is eight ids: a table of 256 is read faster than bits are shifted.
+    forbidden = F.embedding(words.view(torch.uint8).int(), FORBIDDEN).flatten(1)
+    forbidden = forbidden[:, : scores.shape[1]]
+    after = torch.where(forbidden > 0, -torch.inf, before)
+    mass = torch.linalg.vecdot(before.softmax(-1), forbidden)
+    took = torch.stack((mass, (after.amax(-1) < before.amax(-1)).float()), 1)
+    return after if every else scores.index_copy(0, rows, after), took
+
+
+FORBIDDEN = 1.0 - (torch.arange(256)[:, None] >> torch.arange(8) & 1)  # of a byte's eight ids
+ALLOW = {"BLOCK": 2048, "num_warps": 8}
+
+
+@jit
+def allow_kernel(out, words, rows, took, V, BLOCK: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64)
+    out += tl.load(rows + k) * V
+    words += k * ((V + 31) // 32)
+    best, left = float("-inf"), float("-inf")  # the largest score, and the largest allowed one
+    for start in range(0, V, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(out + i, mask=i < V, other=float("-inf"))
+        allowed = (tl.load(words + i // 32, mask=i < V, other=0) >> i % 32) & 1
+        best = tl.maximum(best, tl.max(x, 0))
+        left = tl.maximum(left, tl.max(tl.where(allowed == 1, x, float("-inf")), 0))
+    total, forbidden = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(out + i, mask=i < V, other=float("-inf"))
+        allowed = (tl.load(words + i // 32, mask=i < V, other=0) >> i % 32) & 1
+        share = tl.exp(x - best)
+        total += tl.sum(share, 0)
+        forbidden += tl.sum(tl.where(allowed == 1, 0.0, share), 0)
+        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0))
+    tl.store(took + k * 2, forbidden / total)
+    tl.store(took + k * 2 + 1, (left < best).to(tl.float32))
 
 
 def draw(scaled: Tensor, columns: Tensor, keys: Tensor, top_k: Tensor, first: Tensor) -> Tensor:
@@ -2277,7 +2334,7 @@ ARGUMENTS = {  # types of the kernels' arguments; a pointer to the model's type 
     "table_stride": "i32", "tables": "*i32", "spans": "*i32", "tiles": "*i32", "slots": "*i64",
     "order": "*i64", "ids": "*i64", "first": "*i64", "top_k": "*i64", "lse": "*fp32",
     "g": "*fp32", "beta": "*fp32", "lines": "*i32", "lengths": "*i32",
-    "index_weights": "*fp32", "scores": "*fp32",
+    "index_weights": "*fp32", "scores": "*fp32", "words": "*i32", "rows": "*i64", "took": "*fp32",
     "parts": "*fp32", "cos_sin": "*fp32", "scaled": "*fp32", "columns": "*fp32",
 }  # fmt: skip
 
@@ -2356,7 +2413,7 @@ def launches(arch: int) -> list[Launch]:
     """All that is compiled ahead of time: SHAPES and KINDS in bfloat16 with what steps of 1, 8,
     64 and 512 rows launch, OTHER_SHAPES in every type, and all kernels in every type. Block
     sizes, splits and causal go round among the latter."""
-    table = [draw_launch()]
+    table = [draw_launch(), allow_launch()]
     for shape in SHAPES.values():
         table += row_launches(shape, torch.bfloat16)
         for rows in (1, 8, 64, 512):
@@ -2393,6 +2450,10 @@ def launches(arch: int) -> list[Launch]:
 
 def draw_launch() -> Launch:
     return Launch("draw", draw_kernel, torch.float32, DRAW, {"keys": "*i32"})
+
+
+def allow_launch() -> Launch:
+    return Launch("allow", allow_kernel, torch.float32, ALLOW, {"out": "*fp32"})
 
 
 def row_launches(s: Shape, dtype: torch.dtype) -> list[Launch]:

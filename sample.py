@@ -61,6 +61,13 @@ class SamplingParams:
     stop: str | list[str] | tuple[str, ...] = ()
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: dict | bool | str | None = None  # the text is JSON of this schema; True: any
+    regex: str | None = None  # the whole text matches
+    choice: list[str] | tuple[str, ...] | None = None  # the text is one of these
+    grammar: str | None = None  # the text follows this grammar (GBNF)
+    json_whitespace: str = "default"  # "compact", "default" or "any": see grammar.compile
+    json_lenient: bool = False  # pass over keywords that cannot be enforced, and say which
+    think_end: int | str | None = None  # the token after which the grammar begins
     priority: int = 0  # smaller goes first, under the policy "priority"
     cache_salt: str | None = None  # a cached prefix is shared within one salt only
 
@@ -86,16 +93,40 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r}: each must be an integer")
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias {self.logit_bias!r} is not an object of id: bias")
-        if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos {self.ignore_eos!r} is neither true nor false")
+        for name in ("ignore_eos", "json_lenient"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} {getattr(self, name)!r} is neither true nor false")
         if self.cache_salt is not None and (
             type(self.cache_salt) is not str or not self.cache_salt
         ):
             raise ValueError(f"cache_salt {self.cache_salt!r} is not a text, or is empty")
+        self._check_grammar()
         for i, bias in (self.logit_bias or {}).items():
             number = type(bias) in (int, float) and abs(bias) <= 1e30
             if type(i) is not int or i < 0 or not number:
                 raise ValueError(f"logit_bias {i!r}: {bias!r} is not an id and a number up to 1e30")
+
+    def _check_grammar(self):
+        given = self.constraint
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: a text can follow one of them")
+        for name, value in given.items():
+            types, words = GRAMMARS[name]
+            if not isinstance(value, types):
+                raise ValueError(f"{name} {str(value)[:60]!r} is not {words}")
+        if any(type(text) is not str for text in self.choice or ()):
+            raise ValueError(f"choice {list(self.choice)!r}: each must be a text")
+        if type(self.json_whitespace) is not str:
+            raise ValueError(f"json_whitespace {self.json_whitespace!r} is not a text")
+        if type(self.think_end) not in (int, str, type(None)):
+            raise ValueError(f"think_end {self.think_end!r} is neither a token nor its id")
+        if self.think_end is not None and not given:
+            raise ValueError(f"think_end {self.think_end!r}: there is no grammar to begin after it")
+
+    @property
+    def constraint(self) -> dict:
+        """The grammar that the text follows, by its field's name; empty without one."""
+        return {name: getattr(self, name) for name in GRAMMARS if getattr(self, name) is not None}
 
     def with_defaults(self, generation: dict) -> "SamplingParams":
         """Fill unset fields from a generation_config."""
@@ -107,6 +138,12 @@ class SamplingParams:
         return replace(self, **{k: defaults[k] if v is None else v for k, v in found.items()})
 
 
+GRAMMARS = {  # field: its types
+    "json_schema": ((dict, bool, str), "an object, true, false or JSON text"),
+    "regex": (str, "a text"),
+    "choice": ((list, tuple), "a list of texts"),
+    "grammar": (str, "a text"),
+}
 UNSET = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "seed")
 RANGES = (  # field, lowest, highest, whole numbers only
     ("max_tokens", 1, math.inf, True),
@@ -132,7 +169,7 @@ class Row:
     seed: int
     position: int  # of the token to sample, 0 being the prompt's first
     history: Sequence[int] = ()  # all tokens before it; only penalties look at them
-    mask: Tensor | None = None  # ids that are allowed, see kernels.allow
+    mask: Sequence[int] | None = None  # ids that are allowed, int32 words as in kernels.allow
     prompt_tokens: int = 0  # how many of history are the prompt
 
     def __post_init__(self):
@@ -149,15 +186,23 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]  # the most likely ids, best first
 
 
-def sample(logits: Tensor, rows: list[Row]) -> tuple[list[int | None], list[Logprobs | None]]:
-    """Draw one token for each row of logits (R, V): ids, and logprobs where asked for.
+def sample(logits: Tensor, rows: list[Row]) -> tuple[list, list, list]:
+    """Draw one token for each row of logits (R, V): ids, logprobs, and what masks took.
 
     An id is None where nothing can be drawn: every id is masked, or the row has NaN or inf.
+    Logprobs are there where asked for, else None. Masks take from the distribution after
+    penalties and bias, at temperature 1: of a row that has one the probability of all forbidden
+    ids, and whether the likeliest id was one of them; else None.
     """
     assert len(rows) == logits.shape[0], f"{len(rows)} rows for {logits.shape[0]} of logits"
     scores = logits
     if not all(_plain(row) for row in rows):
         scores = torch.stack([_adjust(x, row) for x, row in zip(logits.float(), rows)])
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    if masked:
+        words = kernels.upload_rows([rows[i].mask for i in masked], logits.device)
+        places = kernels.upload(masked, torch.int64, logits.device)
+        scores, took = kernels.allow(scores, words, places)
     best, first = scores.max(-1)  # the first of equals
     chosen = torch.where(best.isfinite(), first, -1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
@@ -167,18 +212,24 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list[int | None], list[Logp
             where = kernels.upload(drawn, torch.int64, logits.device)
         tokens = _draw(scores[where].float(), [rows[i] for i in drawn])
         chosen[where] = torch.where(chosen[where] < 0, -1, tokens)
-    ids = [i if i >= 0 else None for i in chosen.tolist()]  # the one wait for the device
-    return ids, _logprobs(logits, rows, ids)
+    if masked:
+        chosen = torch.cat((chosen.double(), took.double().flatten()))
+    found = chosen.tolist()  # the one wait for the device
+    ids = [int(i) if i >= 0 else None for i in found[: len(rows)]]
+    shares: list[tuple[float, bool] | None] = [None] * len(rows)
+    for i, mass, likeliest in zip(masked, found[len(rows) :: 2], found[len(rows) + 1 :: 2]):
+        shares[i] = mass, likeliest == 1
+    return ids, _logprobs(logits, rows, ids), shares
 
 
 def _plain(row: Row) -> bool:
     p = row.params
     penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
-    return not (penalties or p.logit_bias or row.mask is not None)
+    return not (penalties or p.logit_bias)
 
 
 def _adjust(logits: Tensor, row: Row) -> Tensor:
-    """Penalties, bias and mask of one row (V,): a new row."""
+    """Penalties and bias of one row (V,): a new row."""
     p = row.params
     scores = logits.clone()
     if p.repetition_penalty != 1:
@@ -196,7 +247,7 @@ def _adjust(logits: Tensor, row: Row) -> Tensor:
         seen = kernels.upload(list(p.logit_bias), torch.int64, scores.device)
         bias = kernels.upload(list(p.logit_bias.values()), torch.float32, scores.device)
         scores[seen] += bias
-    return scores if row.mask is None else kernels.allow(scores, row.mask.to(scores.device))
+    return scores
 
 
 def _draw(scores: Tensor, rows: list[Row]) -> Tensor:
@@ -406,7 +457,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
     for settings in cases.values():
         params = SamplingParams(temperature=temperature, **settings).with_defaults({})
         rows = [Row(params, 1, i) for i in range(draws)]
-        ids, _ = sample(logits.expand(draws, -1), rows)
+        ids, *_ = sample(logits.expand(draws, -1), rows)
         counts.append([ids.count(i) for i in range(len(words))])
     for i, word in enumerate(words):
         bar = "#" * round(40 * probabilities[i])
@@ -416,7 +467,7 @@ def picture(temperature: float, draws: int = 10_000) -> str:
     params = SamplingParams(temperature=temperature).with_defaults({})
     for seed in (1, 1, 2):
         rows = [Row(params, seed, i) for i in range(9)]
-        ids, _ = sample(logits.expand(9, -1), rows)
+        ids, *_ = sample(logits.expand(9, -1), rows)
         lines.append(f"  seed {seed}: " + " ".join(words[i] for i in ids))
     return "\n".join(lines)
 

@@ -236,7 +236,7 @@ class Scheduler:
             request.computed = 0
             return "blocks"
         if not request.preempted:
-            request.reused = request.computed
+            request.reused = min(request.computed, request.prompt_tokens)
         insort(self.running, request, key=self.order)
         self.waiting.pop(0)
         plan.append((request, n))
@@ -254,6 +254,7 @@ class Scheduler:
             priority=request.priority, salt=request.salt, most=request.most,
             computed=request.computed, reused=request.reused, stamps=dict(request.stamps),
         )  # fmt: skip
+        child.prompt_tokens = request.prompt_tokens  # it may have tokens that need no sampling
         child.family = request.family
         child.family.append(child)
         self.manager.fork(request, child)

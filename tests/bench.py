@@ -10,6 +10,7 @@
     python tests/bench.py serve --workload nano             nano-vllm's 256 requests, for a GPU
     python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
+    python tests/bench.py guided        a token under a grammar against a free one
     python tests/bench.py long          one request of 100,000 tokens: its cache, and a token's time
 
 What is compared runs in turns, so that whatever else the machine does hits both: each in a process
@@ -539,6 +540,41 @@ def chat(args):
     )
 
 
+# ---------------------------------------------------------------- text that follows a grammar
+
+
+def guided(args):
+    """Time of a token under a grammar that any text of some length follows, every token sampled:
+    the same work as without it, but for masks."""
+    common = {"device": args.device, "dtype": args.dtype, "threads": args.threads}
+    engine = Engine(jump=False, prefix_cache=False, max_len=1024, **common)
+    prompts = [f"Tell me a long story about {i + 1} foxes." for i in range(args.requests)]
+    prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    print(f"{'temperature':<13}{'round':<7}{'free':>10}{'masked':>10}{'more':>8}{'a mask':>9}")
+    for temperature in (0, 0.8):
+        more = []
+        for number in range(args.rounds + 1):  # the first warms up
+            row = {}
+            for name, regex in (("free", None), ("masked", r"(.|\n){5000,}")):
+                params = SamplingParams(
+                    max_tokens=args.tokens, temperature=temperature, seed=number, ignore_eos=True,
+                    regex=regex,
+                )  # fmt: skip
+                row[name] = engine.generate(prompts, params)
+            free, masked = (
+                statistics.median(one.timings["tpot_p50_s"] for one in row[name]) for name in row
+            )
+            if number:
+                more.append(masked / free - 1)
+                mask_s = statistics.mean(one.timings["mask_mean_s"] for one in row["masked"])
+                print(
+                    f"{temperature:<13}{number:<7}{1e3 * free:>7.2f} ms{1e3 * masked:>7.2f} ms"
+                    f"{more[-1]:>8.1%}{1e6 * mask_s:>6.0f} us",
+                    flush=True,
+                )
+        print(f"a masked token takes {statistics.median(more):.1%} more (median)\n")
+
+
 # ---------------------------------------------------------------- a long context
 
 HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
@@ -687,6 +723,11 @@ def main():
     add.add_argument("--rounds", type=int, default=5)
     add.add_argument("--words", type=int, default=480, help="of the first question")
     add.set_defaults(run=chat)
+    add = commands.add_parser("guided", help="a token under a grammar against a free one")
+    add.add_argument("--rounds", type=int, default=5)
+    add.add_argument("--tokens", type=int, default=64)
+    add.add_argument("--requests", type=int, default=1, help="at once (default 1)")
+    add.set_defaults(run=guided)
     add = commands.add_parser("long", help="one request of many tokens: its cache, a token's time")
     add.add_argument("--tokens", type=int, default=100_000, help="of context (default 100,000)")
     add.add_argument("--seed", type=int, default=0)
@@ -708,6 +749,8 @@ def main():
         parser.error("--rounds, --tokens and --prompt-tokens are at least 1")
     if args.run is decode and args.prompt_tokens + args.tokens > 2048:
         parser.error("prompt and output are at most 2048 tokens")
+    if args.run is guided and min(args.rounds, args.requests, args.tokens - 1) < 1:
+        parser.error("--rounds and --requests are at least 1, --tokens at least 2")
     if args.run is chat and min(args.rounds, args.words) < 1:
         parser.error("--rounds and --words are at least 1")
     if args.run is long and not 1_000 <= args.tokens <= DEPTHS[-1]:

@@ -5,6 +5,7 @@ The tokenizer and the chat template have test_tokenizer.py.
 
 import asyncio
 import codecs
+import dataclasses
 import fcntl
 import functools
 import gc
@@ -24,6 +25,7 @@ import sys
 import termios
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from pathlib import Path
@@ -34,6 +36,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate
+import grammar
 import kv_cache
 import model as models
 import paged
@@ -104,15 +107,19 @@ def run(engine: Engine) -> list:
 def reference(engine: Engine, prompt, params: SamplingParams, seed: int = 0) -> list[int]:
     """The ids of an answer without any cache: the whole sequence in one pass for each token."""
     tokens, params = list(prompt), params.with_defaults({})
+    guide = engine._guide(params, {})
     while len(tokens) < len(prompt) + params.max_tokens:
         n = len(tokens)
         cache = kv_cache.ContiguousCache(engine.config.specs, 1, n)
         step = cache.prepare([(tiny.request(tokens), n)])
         hidden, _ = engine.model(step.tokens, step.positions, step)
-        row = Row(params, seed, len(tokens), tokens, prompt_tokens=len(prompt))
-        ids, _ = sample(engine.model.logits(hidden[step.sample_rows]), [row])
+        mask = guide.mask() if guide is not None else None
+        row = Row(params, seed, len(tokens), tokens, mask, prompt_tokens=len(prompt))
+        ids, *_ = sample(engine.model.logits(hidden[step.sample_rows]), [row])
         tokens = tokens + ids
-        if ids[0] == END and not params.ignore_eos:
+        if ids[0] == END and (guide is not None or not params.ignore_eos):
+            break
+        if guide is not None and (not guide.accept(ids[0]) or guide.finished):
             break
     return tokens[len(prompt) :]
 
@@ -1036,11 +1043,12 @@ def what(output: generate.Output) -> tuple:
 
 def by_reference(engine: Engine, prompt: str, params: SamplingParams) -> list[tuple]:
     """What each sample must become: ids without any cache, cut as a stream cuts."""
-    stops, outputs = set() if params.ignore_eos else {END}, []
+    stops, outputs = engine._stops_of(params), []
     for index in range(params.n):
         seed = sample_seed(params.seed or 0, index)
         ids = reference(engine, prompt.encode(), params, seed)
-        stream = Stream(engine.tokenizer.tokens, stops, params.stop, params.max_tokens)
+        guide = engine._guide(params, {})
+        stream = Stream(engine.tokenizer.tokens, stops, params.stop, params.max_tokens, guide)
         ids, finish = stream.cut(ids)
         outputs.append((stream.take(final=True), ids, finish, stream.stop_reason))
     return outputs
@@ -1068,7 +1076,8 @@ def serve(engine: Engine, work, between=lambda step: None) -> list[generate.Outp
     samples = [one for request in requests for one in request.family]
     for one in samples:
         assert engine.output(one).text == shown[one]
-        assert len(one.token_stamps) == len(one.output) and one.stream.count == len(one.output)
+        forced = engine.output(one).usage.get("forced_tokens", 0)
+        assert len(one.token_stamps) + forced == one.stream.count == len(one.output)
         assert one.token_stamps == sorted(one.token_stamps)
     return [engine.output(one) for one in samples]
 
@@ -1161,7 +1170,9 @@ def test_preempted_after_every_step_all_end_as_if_undisturbed(budget):
     engine = build(budget=budget, block_size=8, max_running=8)
     outputs = serve(engine, WORK, lambda step: preempt(engine))
     assert [what(output) for output in outputs] == expected()
-    assert all(output.usage["preemptions"] >= len(output.token_ids) - 1 for output in outputs)
+    for output in outputs:
+        sampled = len(output.token_ids) - output.usage.get("forced_tokens", 0)
+        assert output.usage["preemptions"] >= sampled - 1
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -1660,7 +1671,525 @@ def test_a_quantised_engine_says_so_and_answers_alone_as_in_a_batch(kind):
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
 
 
+# ---------------------------------------------------------------- text that follows a grammar
+
+FORM = r"\{name: [a-z]{1,6}, (\d{1,3}|none)\}"
+PAIRS = 'root ::= "(" root ")" | "x"'
+GUIDED = [
+    WORK[3],
+    (SHARED + "form", greedy(30, temperature=1, seed=6, n=2, regex=FORM)),
+    WORK[4],
+    ("say", greedy(9, temperature=1, seed=2, n=2, choice=["yes", "yesterday", "no"])),
+    (SHARED + "chunks", greedy(12, regex="[a-c]+", logit_bias={END: 1.5}, repetition_penalty=1.2)),
+    WORK[1],
+    ("pairs", greedy(20, temperature=1, seed=3, top_k=2, min_p=0.1, grammar=PAIRS)),
+    ("cut", greedy(5, temperature=1, seed=4, regex=FORM)),
+    ("stops", greedy(20, regex="a(bc)*d", stop=("cb",), logit_bias={ord("b"): 9})),
+]
+
+
+@functools.cache
+def guided() -> list[tuple]:
+    """All samples of GUIDED, every token sampled."""
+    return [output for each in GUIDED for output in by_reference(build(), *each)]
+
+
+def jumped(engine: Engine) -> int:
+    return sum(one.usage["forced_tokens"] for one in serve(engine, GUIDED) if "masks" in one.usage)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize("budget", [3, 64])
+def test_constrained_and_free_requests_together_equal_each_alone_without_any_cache(budget, jump):
+    """Of single bytes there is one way to write a text: what is forced equals what is sampled."""
+    engine = build(budget=budget, jump=jump)
+    assert served(engine, GUIDED) == guided()
+    shuffled = random.Random(1).sample(range(len(GUIDED)), len(GUIDED))
+    alone = [served(engine, [GUIDED[i]]) for i in range(len(GUIDED))]
+    assert [output for each in alone for output in each] == guided()
+    found = served(engine, [GUIDED[i] for i in shuffled])
+    assert found == [output for i in shuffled for output in alone[i]]
+    assert (jumped(engine) > 30) == jump
+    check_idle(engine)
+
+
+def test_constrained_answers_are_in_their_grammars():
+    texts = [text for text, *_ in guided()]
+    assert all(re.fullmatch(FORM, text) for text in texts[3:5]) and texts[3] != texts[4]
+    assert {*texts[6:8]} <= {"yes", "yesterday", "no"}
+    assert re.fullmatch("[a-c]+", texts[8]) and guided()[8][2:] in [("stop", END), ("length", None)]
+    assert re.fullmatch(r"(\(*)x(\)*)", texts[10]) and texts[10].count("(") == texts[10].count(")")
+    assert guided()[11][0] == "{name" and guided()[11][2:] == ("length", None)
+    assert guided()[12][0] == "ab" and guided()[12][2:] == ("stop", "cb")
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_constrained_request_that_was_preempted_goes_on_where_it_was(prefix_cache):
+    engine = build(budget=64, block_size=8, max_running=8, prefix_cache=prefix_cache)
+    outputs = serve(engine, GUIDED, lambda step: preempt(engine, step % 3))
+    assert [what(output) for output in outputs] == guided()
+    assert sum(output.usage["preemptions"] for output in outputs) > 10
+    assert all(output.usage["cached_tokens"] <= len(SHARED) + 6 for output in outputs)
+
+
+def parts(engine: Engine, prompt: str, params: SamplingParams) -> list[tuple[int, int]]:
+    """First position and rows of each step of one request."""
+    records: list[generate.StepRecord] = []
+    engine.watch = records.append
+    engine.generate(prompt, params)
+    engine.watch = None
+    return [(start, n) for record in records for _, start, n in record.parts]
+
+
+def test_forced_text_is_computed_in_one_step():
+    """With the prompt what is forced before the first sample; after a sample what follows it."""
+    params = greedy(30, regex="one[12] and two[34]!")
+    assert parts(build(), "abcd", params) == [(0, 7), (7, 9)]
+    assert parts(build(jump=False), "abcd", params) == [(0, 4), *((i, 1) for i in range(4, 17))]
+    assert parts(build(), "abcd", greedy(30, choice=["forced"])) == [(0, 4)]
+    assert parts(build(budget=4), "abcd", params) == [(0, 4), (4, 3), (7, 4), (11, 4), (15, 1)]
+
+
+def test_events_tell_every_forced_token_once():
+    engine = build()
+    request = engine.add("abcd", greedy(30, regex="one[12] and two[34], not[56]!"))
+    events = run(engine)
+    assert [token for event in events for token in event.token_ids] == request.output
+    assert [re.sub("[1-6]", "?", event.text) for event in events] == [
+        "one? and two",
+        "?, not",
+        "?!",
+    ]
+    assert events[2].finish_reason == "stop"
+    output = engine.output(request)
+    assert output.text == "".join(event.text for event in events) and output.stop_reason is None
+    assert output.usage["forced_tokens"] == 3 + 8 + 5 + 1 and output.usage["masks"] == 3
+
+
+def test_forced_tokens_that_are_found_in_the_cache_are_no_prompt():
+    engine = build(block_size=8)
+    params = greedy(60, regex="forced, and for a while[!?]")
+    first, again = (engine.generate("p" * 9, params)[0] for _ in range(2))
+    assert what(first) == what(again) and first.usage["forced_tokens"] == 23
+    assert again.usage["cached_tokens"] == 9 and engine.counts.hit_rate == 0.5
+    assert engine.counts.rows < 9 + 23 + 9
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_max_tokens_inside_a_grammar_is_length_and_at_its_end_a_stop(most):
+    for jump in (True, False):
+        for settings in ({"regex": "a[bc]defgh[ij]"}, {"choice": ["abdefghi"]}):
+            (output,) = build(jump=jump).generate("x", greedy(most, **settings))
+            assert len(output.token_ids) == min(most, 8)
+            assert output.finish_reason == ("length" if most < 8 else "stop")
+            assert re.fullmatch("a[bc]defgh[ij]", output.text) or most < 8
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_stop_ids_are_allowed_where_the_text_may_end_and_nowhere_else(jump):
+    """All that a checkpoint and a request name, however much the model wants them."""
+    engine = build(jump=jump)
+    engine.stop_ids = {END, 7}
+    for wanted in (END, 7, 9):
+        params = greedy(20, regex="a+b", stop_token_ids=[9], logit_bias={wanted: 1e4})
+        (output,) = engine.generate("x", params)
+        assert re.fullmatch("a+b?", output.text) and output.stop_reason is None
+        for ignore_eos in (True, False):
+            params = greedy(
+                20, regex="(ab)+", stop_token_ids=[9], logit_bias={wanted: 1e4},
+                ignore_eos=ignore_eos,
+            )  # fmt: skip
+            (output,) = engine.generate("x", params)
+            assert (output.text, output.token_ids[-1]) == ("ab", wanted)
+            assert (output.finish_reason, output.stop_reason) == ("stop", wanted)
+
+
+def test_a_stop_id_that_is_text_is_no_text_under_a_grammar():
+    """It would end the text in the middle, where the grammar has the same byte."""
+    b = ord("b")
+    (output,) = build().generate("x", greedy(9, regex="a[bc]d", stop_token_ids=[b]))
+    assert output.text == "acd"
+    for jump in (True, False):
+        params = greedy(9, regex="abd", stop_token_ids=[b])
+        (output,) = build(jump=jump).generate("x", params)
+        assert (output.text, output.finish_reason) == ("a", "error")
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_grammar_without_a_token_is_an_error_of_its_own_and_never_token_0(jump):
+    letters = bytes(range(32, 127))
+    engine = Engine(
+        generate.byte_checkpoint(letters), device="cpu", dtype="float32", kv_memory=2**20,
+        jump=jump,
+    )  # fmt: skip
+    free = greedy(6)
+    (wanted,) = engine.generate("free", free)
+    with warnings.catch_warnings(action="ignore"):
+        params = [greedy(6, regex="ab?\u00e9+"), free, greedy(6, choice=["\u00e9"])]
+        found = engine.generate(["x", "free", "y"], params)
+    assert [output.finish_reason for output in found] == ["error", "length", "error"]
+    assert found[0].text in ("a", "ab") and found[2].token_ids == []
+    for output in (found[0], found[2]):
+        assert output.stop_reason == "no token can be drawn: the grammar allows none"
+    assert found[1].token_ids == wanted.token_ids
+    check_idle(engine)
+
+
+def test_a_refused_token_ends_its_stream_with_an_error():
+    """What the mask rules out; a stream does not rely on it."""
+    engine = build()
+    guide = engine._guide(SamplingParams(regex="ab"), {})
+    stream = Stream(engine.tokens, {END}, (), 9, guide)
+    assert stream.cut([ord("a"), ord("x"), ord("b")]) == ([ord("a"), ord("x")], "error")
+    assert stream.stop_reason == "the grammar does not allow token 120"
+    assert stream.take(final=True) == "a"
+
+
+def test_a_limit_that_is_met_while_a_text_is_read_ends_its_request_only(monkeypatch):
+    engine = build(jump=False)
+    requests = [engine.add("x", greedy(6, regex="[ab]+")), engine.add("y", greedy(6))]
+    engine.step()
+    for name in ("mask", "accept"):
+        requests.append(engine.add("z", greedy(6, regex="[ab]+")))
+        engine.step()
+
+        def refuse(*given):
+            raise grammar.SchemaError("#", "", "more than 4 meanings")
+
+        monkeypatch.setattr(requests[-1].stream.guide.matcher, name, refuse)
+    run(engine)
+    reasons = [request.finish_reason for request in requests]
+    assert reasons == ["length", "length", "error", "error"]
+    assert "more than 4 meanings" in requests[2].stream.stop_reason
+    assert "more than 4 meanings" in requests[3].stream.stop_reason
+    check_idle(engine)
+
+
+# think_end
+
+
+def thinking(engine: Engine, ids: list[int], params: SamplingParams) -> tuple:
+    guide = engine._guide(params, {})
+    stream = Stream(engine.tokens, {END}, (), 99, guide)
+    return *stream.cut(ids), guide.mask() is not None
+
+
+def test_a_grammar_begins_after_the_token_that_ends_thinking():
+    """By its id, wherever in a step it comes: what is before is free, what is after is not."""
+    engine = build()
+    params = SamplingParams(regex="ab", think_end=1)
+    assert thinking(engine, [], params) == ([], None, False)
+    assert thinking(engine, [5, 0, 97], params) == ([5, 0, 97], None, False)
+    assert thinking(engine, [5, 1], params) == ([5, 1], None, True)
+    assert thinking(engine, [5, 1, 97, 98, 9], params) == ([5, 1, 97, 98], "stop", True)
+    assert thinking(engine, [1, 97, 97], params) == ([1, 97, 97], "error", True)
+    assert thinking(engine, [1, 97, 1], params) == ([1, 97, 1], "error", True)
+    assert thinking(engine, [5, END, 1], params) == ([5, END], "stop", False)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize("end", ["#", 35])
+def test_thinking_is_free_and_the_answer_is_not(jump, end):
+    engine = build(jump=jump)
+    params = greedy(40, temperature=1, seed=3, logit_bias={35: 6, END: -99}, n=3)
+    (free, *_) = engine.generate("why", params)
+    params = dataclasses.replace(params, regex="yes[!?]|no[!?]", think_end=end)
+    for output in engine.generate("why", params):
+        thought, answer = output.text.split("#", 1)
+        assert re.fullmatch("(yes|no)[!?]", answer) and output.finish_reason == "stop"
+        assert output.usage["masks"] + output.usage["forced_tokens"] == len(answer)
+        assert (output.usage["forced_tokens"] > 0) == jump
+    (first, *_) = engine.generate("why", params)
+    before = first.token_ids.index(35) + 1
+    assert first.token_ids[:before] == free.token_ids[:before]
+    check_idle(engine)
+
+
+# what it costs
+
+
+def test_the_removed_mass_is_that_of_the_models_distribution():
+    """Against softmax over the whole vocabulary; of the last token there is one way, and END."""
+    engine = build(jump=False)
+    params = greedy(9, regex="[a-p]{3}", presence_penalty=0.5, logprobs=300)
+    (output,) = engine.generate("mass", params)
+    letters, masses, moved = range(97, 113), [], 0
+    for i, one in enumerate(output.logprobs):
+        scores = torch.full((257,), -torch.inf)
+        for token, logprob in one.top:
+            scores[token] = logprob - 0.5 * (token in output.token_ids[:i])
+        shares = scores.softmax(-1)
+        masses.append(1 - float(shares[list(letters)].sum()))
+        moved += int(scores.argmax()) not in letters
+    usage = output.usage
+    assert usage["masks"] == 3 and usage["argmax_changed"] == moved
+    assert usage["removed_mass_mean"] == pytest.approx(sum(masses) / 3, abs=1e-5)
+    assert usage["removed_mass_max"] == pytest.approx(max(masses), abs=1e-5)
+    assert usage["removed_mass_max_at"] == masses.index(max(masses))
+    assert 0.5 < min(masses) and len(set(masses)) == 3
+
+
+def test_logprobs_under_a_grammar_are_the_models_own_and_every_token_has_one():
+    engine = build()
+    params = greedy(9, choice=["forced"], logprobs=2)
+    (output,) = engine.generate("same", params)
+    assert output.text == "forced" and output.usage["forced_tokens"] == 0
+    assert [one.id for one in output.logprobs] == output.token_ids
+    (free,) = engine.generate("same", greedy(1, logprobs=300))
+    assert output.logprobs[0].top == free.logprobs[0].top[:2]
+    own = dict(free.logprobs[0].top)[ord("f")]
+    assert output.logprobs[0].logprob == pytest.approx(own, abs=1e-5)
+
+
+def test_a_grammar_is_compiled_once_and_its_time_is_in_the_timings(monkeypatch):
+    engine, compiled = build(), []
+    compile = grammar.compile
+
+    def slowly(vocabulary, **given):
+        time.sleep(0.05)
+        compiled.append(given)
+        return compile(vocabulary, **given)
+
+    monkeypatch.setattr(grammar, "compile", slowly)
+    first, again = (engine.generate("x", greedy(3, choice=["ab", "ac"]))[0] for _ in range(2))
+    assert len(compiled) == 1
+    assert first.timings["compile_s"] > 0.05 > again.timings["compile_s"]
+    assert first.timings["grammar_s"] >= first.timings["compile_s"] + first.timings["vocabulary_s"]
+    assert "vocabulary_s" in first.timings and "vocabulary_s" not in again.timings
+    assert first.timings["mask_s"] > 0 and first.timings["ttft_s"] > 0.05
+    assert "grammar_s" not in engine.generate("x", greedy(3))[0].timings
+    engine.generate("x", greedy(3, choice=["ac", "ab"]))
+    engine.generate("x", greedy(3, choice=["ab", "ac"], stop_token_ids=[5]))  # own vocabulary
+    assert len(compiled) == 3 and len(engine.grammars.known) == 2
+
+
+def test_a_schema_is_compiled_for_each_of_its_options():
+    engine, texts = build(), []
+    for whitespace in ("any", "compact", "default"):
+        params = greedy(16, json_schema={"const": [True, None]}, json_whitespace=whitespace)
+        params = dataclasses.replace(params, logit_bias={ord(" "): 50})
+        texts.append(engine.generate("x", params)[0].text)
+    assert texts == ["[" + " " * 15, "[true,null]", "[ true , null ]"]
+
+
+def test_the_last_used_grammars_and_vocabularies_are_kept(monkeypatch):
+    compiled, grammars = [], generate.Grammars([b"a", b"b"], 3)
+    monkeypatch.setattr(generate, "COMPILED", 2)
+    monkeypatch.setattr(generate, "VOCABULARIES", 2)
+    compile = grammar.compile
+    monkeypatch.setattr(
+        grammar, "compile", lambda v, **given: compiled.append(given) or compile(v, **given)
+    )
+    for text in "ababcab":  # c takes the place of a, then a that of b, and b that of c
+        grammars.compiled(SamplingParams(regex=text), {2})
+    assert [given["regex"] for given in compiled] == [*"abcab"]
+    for stops in ({2}, {1, 2}, {2}, {0}, {2}, {1, 2}):
+        grammars.compiled(SamplingParams(regex="b"), stops)
+    assert len(compiled) == 5 + 3 and len(grammars.known) == 2
+
+
+def test_a_refused_grammar_is_refused_before_anything_runs():
+    engine = build()
+    for settings, words in (
+        ({"regex": "a("}, "regex"),
+        ({"json_schema": "{"}, "JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema: "),
+        ({"json_schema": True, "json_whitespace": "some"}, "'some'"),
+        ({"choice": ["a"], "think_end": "two"}, "think_end 'two' is not one token"),
+        ({"choice": ["a"], "think_end": 999}, "think_end 999 is not an id"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.generate(["fine", "refused"], [greedy(3), greedy(3, **settings)])
+        assert engine.counts.steps == 0
+        check_idle(engine)
+    nested = []
+    for _ in range(10**5):
+        nested = [nested]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        engine.add("x", SamplingParams(json_schema={"a": nested}))
+
+
+def test_a_grammar_needs_a_tokenizer():
+    bare = models.random(models.tiny(vocab=97), 0)
+    engine = Engine(bare, device="cpu", dtype="float32", kv_memory=2**20)
+    with pytest.raises(ValueError, match="no text, and no grammar for one"):
+        engine.add([1, 2], SamplingParams(regex="a"))
+
+
+def test_the_masks_are_as_wide_as_the_logits_and_never_allow_an_id_without_text():
+    """Fewer ids than logits, and a tokenizer with more."""
+    for vocab in (300, 256, 100):
+        whole = models.random(models.tiny(vocab=vocab), 0)
+        whole.tokenizer = generate.byte_tokenizer()
+        engine = Engine(whole, device="cpu", dtype="float32", kv_memory=2**20)
+        bias = {i: 1e3 for i in range(257, vocab)}
+        (output,) = engine.generate([65], greedy(9, regex="[A-Z]{4}", logit_bias=bias))
+        assert re.fullmatch("[A-Z]{4}", output.text) and output.finish_reason == "stop"
+
+
+def test_forced_ids_are_the_text_whatever_a_tokenizer_puts_before_it():
+    """A space, say, which may become one token with the first letter."""
+    engine = build()
+    engine.tokens = [*engine.tokens, b" n"]
+    known = {"né": [257, 195, 169], "\nné": [32, 10, 110, 195, 169], "é": [32, 195, 169]}
+    engine.tokenizer = SimpleNamespace(encode=lambda text, special: known.get(text, [0, 0]))
+    assert engine._plain_ids("né") == [110, 195, 169]
+    assert engine._plain_ids("é") == [195, 169]
+    known["é"] = [END, 195, 169]
+    assert engine._plain_ids("é") == [195, 169]
+    known["é"] = [195, END, 169]
+    assert engine._plain_ids("é") == []
+    assert engine._plain_ids("a") == []  # then every token is sampled
+
+
+@functools.cache
+def merging(jump: bool) -> Engine:
+    """A tokenizer with tokens of several bytes, which reach over ends in the grammars below."""
+    merges = ["n a", "m e", "na me", '{ "', '" :', "a b", "b c", "ab c", 'Ġ "', 'c "', ", Ġ"]
+    whole = models.random(models.tiny(vocab=257 + len(merges)), 0)
+    whole.tokenizer = generate.byte_tokenizer()
+    texts = [merge.replace(" ", "") for merge in merges]
+    whole.tokenizer["model"]["vocab"] |= {text: 257 + i for i, text in enumerate(texts)}
+    whole.tokenizer["model"]["merges"] = merges
+    return Engine(whole, device="cpu", dtype="float32", kv_memory=2**20, max_len=128, jump=jump)
+
+
+def test_forced_text_has_the_tokens_of_the_tokenizer_but_where_another_may_follow():
+    """The space may come with a quote, and the quote with what is before it."""
+    engine = merging(True)
+    params = greedy(40, regex=r'\{"name": ("[a-c]+"|1)\}')
+    request = engine.add("x", params)
+    assert engine.tokenizer.encode('{"name":') == request.output == [260, 259, 261]
+    engine.abort(request)
+    request = engine.add("x", greedy(40, regex=r'\{"name": [01]\}'))
+    assert engine.tokenizer.encode('{"name": ') == request.output
+    engine.abort(request)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_forced_tokens_and_without_a_text_is_in_the_grammar(seed):
+    draw = random.Random(seed)
+    parts = [
+        '{"name": ',
+        "name",
+        '("abc", )?',
+        "[a-c]{1,4}",
+        '("bc"|"[a-c]*")',
+        "(, ab){0,2}",
+        "me",
+    ]
+    for _ in range(6):
+        regex = "".join(draw.choices(parts, k=draw.randint(1, 5))).replace('{"', '\\{"')
+        bias = {END: 3, **{i: 2 for i in range(257, 268)}}
+        settings = {"temperature": draw.choice([0, 1]), "seed": seed, "logit_bias": bias}
+        for jump in (True, False):
+            engine = merging(jump)
+            (output,) = engine.generate("x", greedy(90, regex=regex, **settings))
+            assert re.fullmatch(regex, output.text) or output.finish_reason == "length", regex
+            assert b"".join(map(engine.bytes_of, output.token_ids)).decode() == output.text
+            assert jump or output.usage["forced_tokens"] == 0
+            check_idle(engine)
+
+
+@pytest.mark.parametrize("when", range(4))
+def test_an_aborted_constrained_request_leaves_nothing(when):
+    engine = build()
+    request = engine.add("x", greedy(20, n=2, temperature=1, regex="begin [a-z]{9} end"))
+    for _ in range(when):
+        engine.step()
+    engine.abort(request)
+    run(engine)
+    assert all(one.finish_reason == "abort" for one in request.family)
+    assert all(engine.output(one).text.startswith("begin ") for one in request.family)
+    assert all(len(one.output) == len(engine.output(one).text) for one in request.family)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("where", ["_cut", "_fork", "_jump", "_begin", "mask", "accept", "forced"])
+def test_ctrl_c_leaves_no_place_in_a_grammar_half_taken(where, monkeypatch):
+    engine = build()
+    params = greedy(20, n=2, regex="begin [a-z]{3} end")
+    expected = engine.generate("hello", params)[0].text
+    owner = engine if where[0] == "_" else generate.Guide
+    whole = getattr(owner, where)
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        whole(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["hello", "other"], params)
+    check_idle(engine)
+    assert (
+        engine.generate("hello", params)[0].text == expected and not engine.grammars.lock.locked()
+    )
+
+
+def test_grammars_are_compiled_while_others_are_followed():
+    """Their automata grow in both, in memory that they share."""
+    engine = build(budget=8)
+
+    def patterns(i):
+        return [f"(ab{i}|[a-d]{{{j},9}}|x{j})(é|ü)" for j in range(1, 9)]
+
+    alone = [engine.generate("x", greedy(12, regex=each))[0].text for each in patterns(0)]
+    got: dict[int, list[str]] = {}
+    engine = build(budget=8)
+
+    def work(i):
+        got[i] = [engine.generate("x", greedy(12, regex=each))[0].text for each in patterns(i)]
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got[0] == alone
+    for i, texts in got.items():
+        assert all(re.fullmatch(each, text) for each, text in zip(patterns(i), texts))
+    check_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_a_grammar_sees_the_text_that_comes_out_of_any_tokenizer(byte_level):
+    """With a space for "Ġ" or "▁", also where the tokenizer puts one before a text."""
+    library = pytest.importorskip("tokenizers")
+    space = "Ġ" if byte_level else "▁"
+    pieces = ["<unk>", "<s>", space, *"abcdefghijklmnop", f"{space}ab", "ab", f"{space}c", "de"]
+    vocab = [(piece, -float(len(pieces) - i)) for i, piece in enumerate(pieces)]
+    spec = json.loads(library.Tokenizer(library.models.Unigram(vocab, unk_id=0)).to_str())
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    spec["pre_tokenizer"] = spec["decoder"] = metaspace
+    if byte_level:
+        spec["pre_tokenizer"] = spec["decoder"] = {
+            "type": "ByteLevel", "add_prefix_space": True, "use_regex": True, "trim_offsets": True
+        }  # fmt: skip
+    whole = models.random(models.tiny(vocab=len(pieces)), 0)
+    whole.tokenizer = spec
+    for jump in (True, False):
+        engine = Engine(whole, device="cpu", dtype="float32", kv_memory=2**20, jump=jump)
+        assert engine._plain_ids("ab de") and engine._plain_ids(" ab c")
+        for text in ("ab de", " ab c", "a  b"):
+            (output,) = engine.generate([3, 4], greedy(20, regex=f"{text}[cd](ab| c){{2}}"))
+            assert re.fullmatch(f"{text}[cd](ab| c){{2}}", output.text)
+            assert b"".join(engine.bytes_of(i) for i in output.token_ids).decode() == output.text
+            assert (output.usage["forced_tokens"] > 0) == jump
+
+
 # ---------------------------------------------------------------- by property
+
+
+GRAMMARS = [
+    {},
+    {},
+    {"regex": "[ab]{1,3}(c|ddd)*"},
+    {"choice": ["a", "abba", "abba, or more"]},
+    {"grammar": 'root ::= "a" root "b" | "ab"'},
+]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -1676,7 +2205,7 @@ def test_random_requests_and_aborts_leave_nothing_behind(seed):
             params = SamplingParams(
                 max_tokens=draw.randint(1, 12), temperature=draw.choice([0, 1]), seed=seed,
                 n=draw.choice([1, 1, 2, 4]), stop=draw.choice([(), ("\ufffd",), ("a", "bc")]),
-                ignore_eos=draw.random() < 0.5,
+                ignore_eos=draw.random() < 0.5, **draw.choice(GRAMMARS),
             )  # fmt: skip
             requests.append((engine.add(prompt, params), prompt, params))
         if requests and draw.random() < 0.1:
@@ -1714,7 +2243,7 @@ def test_any_mix_on_any_engine_ends_as_each_would_alone(seed):
         block_size=size, kv_memory=pool(64 // size + draw.choice([0, 0, 1, 3, 20]), size),
         budget=draw.choice([1, 3, 8, 20, 64]), max_running=draw.choice([4, 4, 7]),
         prefix_cache=draw.random() < 0.8, policy=draw.choice(["fcfs", "fcfs", "priority"]),
-        static=draw.random() < 0.2, reserve=draw.random() < 0.2,
+        static=draw.random() < 0.2, reserve=draw.random() < 0.2, jump=draw.random() < 0.7,
     )  # fmt: skip
     stems = ["".join(draw.choices("ab", k=draw.choice([8, 16, 17, 31, 40]))) for _ in range(3)]
     requests, texts, steps, left = [], {}, 0, 14
@@ -1729,6 +2258,7 @@ def test_any_mix_on_any_engine_ends_as_each_would_alone(seed):
                 stop=draw.choice([(), (), ("\ufffd",), ("a", "bc")]),
                 presence_penalty=draw.choice([0, 0, 0.7]), priority=draw.randint(0, 2),
                 cache_salt=draw.choice([None, None, "salt"]), ignore_eos=draw.random() < 0.7,
+                **draw.choice(GRAMMARS),
             )  # fmt: skip
             try:
                 requests.append((engine.add(prompt, params), prompt, params))
@@ -2268,9 +2798,9 @@ def test_a_profiles_steps_are_those_of_the_answer(budget, measured, tmp_path, mo
     compute, drawn = engine._compute, []
 
     def kept(plan):
-        step, ids, logprobs = compute(plan)
+        step, ids, *rest = compute(plan)
         drawn.append((plan[0][0].computed, plan[0][1], ids))
-        return step, ids, logprobs
+        return step, ids, *rest
 
     monkeypatch.setattr(engine, "_compute", kept)
     generate.profile(engine, request, str(tmp_path / "p.json"))
@@ -2554,6 +3084,20 @@ def test_trace_draws_the_stages_in_order(cli):
         (["--prompt", "hi", "--kv-memory", "lots"], "'lots'"),
         (["--prompt", "hi", "--kv-memory", "0"], "above 0"),
         (["--prompt", "hi", "--template", "loud"], "NAME=VALUE"),
+        (["--prompt", "hi", "--regex", "a("], "regex"),
+        (
+            ["--prompt", "hi", "--regex", "a", "--choice", "b"],
+            "regex and choice: a text can follow",
+        ),
+        (["--prompt", "hi", "--json-schema", "{"], "JSON"),
+        (["--prompt", "hi", "--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--prompt", "hi", "--json-schema", '{"uniqueItems": true}'], "uniqueItems"),
+        (["--prompt", "hi", "--grammar", "nowhere.gbnf"], "nowhere.gbnf"),
+        (["--prompt", "hi", "--think-end", "x"], "--think-end and --no-jump go with a grammar"),
+        (["--prompt", "hi", "--no-jump"], "--think-end and --no-jump go with a grammar"),
+        (["--prompt", "hi", "--regex", "a", "--json-lenient"], "go with --json-schema"),
+        (["--prompt", "hi", "--json-whitespace", "some"], "some"),
+        (["--prompts", "x", "--regex", "a("], "regex"),
         ([], "--prompt is needed"),
         (["--json"], "--prompt is needed"),
         (["--raw"], "--prompt is needed"),
@@ -2603,6 +3147,50 @@ def test_a_failed_answer_is_1(cli, monkeypatch):
     assert (code, out) == (1, "\n") and "error ('device lost')" in err
     code, out, _ = cli("--prompt", "hi", "--json", *GREEDY)
     assert code == 1 and json.loads(out)["finish_reason"] == "error"
+
+
+def test_an_answer_by_a_grammar_says_what_it_cost(cli, tmp_path):
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--regex", "[xy]{2} and z")
+    assert code == 0 and re.fullmatch("[xy]{2} and z\n", out)
+    assert "stop (nothing can follow)" in err and "6 of 8 tokens forced" in err
+    assert re.search(
+        r"^grammar  compiled in \d+\.\d ms, vocabulary in \d+ ms; 2 masks in ", err, re.M
+    )
+    assert re.search(
+        r"^masked   \d+\.\d% of the probability on average, .* at most \(token [01]\)", err, re.M
+    )
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--regex", "[xy]{2} and z", "--no-jump")
+    assert re.fullmatch("[xy]{2} and z\n", out) and "0 of 8 tokens forced" in err
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--choice", "maybe so", "--choice", "never")
+    assert code == 0 and out in ("maybe so\n", "never\n")
+    (tmp_path / "g").write_text('root ::= "é" | "né"')
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--grammar", str(tmp_path / "g"))
+    assert code == 0 and out in ("é\n", "né\n")
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--think-end", "33", "--choice", "a", "--json")
+    assert code == 0 and json.loads(out)["usage"]["masks"] == 0
+
+
+SCHEMA = """{
+    "type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"], "additionalProperties": false
+}"""
+
+
+def test_a_schema_is_given_inline_or_in_a_file(cli, tmp_path):
+    (tmp_path / "s.json").write_text(SCHEMA)
+    flags = ("--temperature", "0", "--max-tokens", "60", "--json-whitespace", "compact", "--json")
+    for source in (SCHEMA, str(tmp_path / "s.json")):
+        code, out, _ = cli("--prompt", "hi", *flags, "--json-schema", source)
+        output = json.loads(out)
+        assert code == 0 and output["finish_reason"] == "stop"
+        assert re.fullmatch('{"name":"(Ann|Bob)","age":-?[0-9]+(\\.0+)?}', output["text"])
+        assert output["usage"]["masks"] + output["usage"]["forced_tokens"] >= len(output["text"])
+        assert output["timings"]["compile_s"] > 0
+    lenient = '{"type": "string", "maxLength": 5, "pattern": "^(?=a)b"}'
+    code, out, err = cli("--prompt", "hi", *flags, "--json-schema", lenient)
+    assert (code, out) == (2, "") and "#/pattern: look-ahead is not supported" in err
+    code, out, err = cli("--prompt", "hi", *flags[:-1], "--json-lenient", "--json-schema", lenient)
+    assert code == 0 and re.search("^ignored  .*pattern", err, re.M)
 
 
 def test_chat_keeps_the_conversation(folder, capsys, monkeypatch):
@@ -2935,11 +3523,11 @@ def test_two_threads_that_add_at_once_keep_the_order():
     engine, make = build(), Engine._stream
     other = threading.Thread(target=engine.add, args=("b",))
 
-    def interleaved(request):
+    def interleaved(request, *guide):
         if request.id == 0:
             other.start()
             other.join(0.2)
-        return make(engine, request)
+        return make(engine, request, *guide)
 
     engine._stream = interleaved
     engine.add("a")

@@ -295,9 +295,15 @@ def test_a_step_writes_no_state_that_it_reads_and_never_the_first(table):
         stated([1], [table])
 
 
+def allowed_alone(logits, words):
+    """`allow` of a single row, that of its mask: the scores, and what the mask took."""
+    scores, took = allow(logits[None], words[None], torch.tensor([0]))
+    return scores[0], took[0].tolist()
+
+
 def test_allow_reads_bit_i_of_word_w_as_id_32_w_plus_i():
     words = torch.tensor([0b101 - 2**31, 2, -1], dtype=torch.int32)  # ids 0, 2, 31; 33; 64...
-    found = allow(torch.arange(70.0), words)
+    found, _ = allowed_alone(torch.arange(70.0), words)
     allowed = [0, 2, 31, 33, 64, 65, 66, 67, 68, 69]
     assert found.isfinite().nonzero()[:, 0].tolist() == allowed
     assert found[allowed].tolist() == allowed
@@ -305,8 +311,23 @@ def test_allow_reads_bit_i_of_word_w_as_id_32_w_plus_i():
 
 
 def test_allow_puts_minus_infinity_over_nan_too():
-    found = allow(torch.tensor([math.nan, 1.0]), torch.tensor([2], dtype=torch.int32))
+    found, _ = allowed_alone(torch.tensor([math.nan, 1.0]), torch.tensor([2], dtype=torch.int32))
     assert found.tolist() == [-math.inf, 1.0]
+
+
+def test_allow_says_what_it_took_and_whether_the_likeliest_was_in_it():
+    scores = torch.tensor([0.5, 0.3, 0.2]).log()
+    for bits, mass, best in ((0b111, 0, 0), (0b110, 0.5, 1), (0b011, 0.2, 0), (0b100, 0.8, 1)):
+        _, took = allowed_alone(scores, torch.tensor([bits], dtype=torch.int32))
+        assert took == pytest.approx([mass, best])
+
+
+def test_rows_without_a_grammar_stay_as_they_are():
+    scores = torch.tensor([[1.0, 2.0], [3.0, math.nan], [5.0, 6.0]])
+    found, took = allow(scores, torch.tensor([[2]], dtype=torch.int32), torch.tensor([2]))
+    assert found.tolist()[0] == [1.0, 2.0] and found.tolist()[2] == [-math.inf, 6.0]
+    assert found[1, 0] == 3 and found[1, 1].isnan()
+    assert took.tolist() == [[pytest.approx(1 / (1 + math.e)), 0]]
 
 
 def test_keys_and_values_go_where_the_slots_say_and_nowhere_else():
@@ -907,13 +928,13 @@ def test_silu_mul_equals_float64_within_two_roundings(dtype):
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 257])
 def test_allow_equals_a_loop_over_bits(vocab):
     draw = torch.Generator().manual_seed(vocab)
-    words = torch.randint(-(2**31), 2**31, (vocab // 32 + 2,), generator=draw).int()
+    words = torch.randint(-(2**31), 2**31, (-(-vocab // 32),), generator=draw).int()
     logits = randn(vocab, seed=vocab)
     expected = [
         x if int(words[i // 32]) >> i % 32 & 1 else -math.inf for i, x in enumerate(logits.tolist())
     ]
     before = logits.clone()
-    assert allow(logits, words).tolist() == expected
+    assert allowed_alone(logits, words)[0].tolist() == expected
     assert torch.equal(logits, before)
 
 
@@ -1545,7 +1566,8 @@ TYPES |= {"i32": torch.int32, "i64": torch.int64}
 def test_every_kernel_is_compiled_ahead_of_time_in_every_type(arch):
     found = {(id(launch.kernel), launch.dtype) for launch in kernels.launches(arch)}
     for name, kernel in ALL.items():
-        dtypes = kernels.ELEMENTS if name != "draw_kernel" else [torch.float32]
+        every = name not in ("draw_kernel", "allow_kernel")
+        dtypes = kernels.ELEMENTS if every else [torch.float32]
         for dtype in dtypes:
             assert (id(kernel), dtype) in found, f"no launch of {name} in {dtype} is compiled"
 
@@ -1938,9 +1960,10 @@ def test_a_window_without_causal_rows_is_refused():
         attention(randn(1, 3, 2), pool, pool, found, causal=False, window=5)
 
 
-def test_a_mask_shorter_than_the_vocabulary_is_refused():
-    with pytest.raises(RuntimeError):
-        allow(randn(70), torch.tensor([1, 1], dtype=torch.int32))
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_mask_of_another_width_than_the_logits_is_refused(count):
+    with pytest.raises(AssertionError, match="70"):
+        allowed_alone(randn(70), torch.ones(count, dtype=torch.int32))
 
 
 def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):

@@ -5,6 +5,7 @@ The engine and the rest of the command line have test_generate.py, whose tiny mo
 
 import io
 import json
+import re
 import signal
 import threading
 
@@ -121,7 +122,13 @@ def test_the_batch_format_is_translated():
         (batch_line(TEXT, prompt="x", echo=True), "echo"),
         (batch_line(TEXT, prompt="x", suffix="y"), "unknown field suffix"),
         (batch_line(CHAT, messages=hi(), logprobs=3), "logprobs 3"),
-        (batch_line(CHAT, messages=hi(), response_format={"type": "json_object"}), "response_f"),
+        ('{"prompt": "x", "response_format": "json"}', "response_format 'json' is not an object"),
+        ('{"prompt": "x", "response_format": {"type": "xml"}}', "'xml' is not text, json_object"),
+        ('{"prompt": "x", "response_format": {"type": "json_schema"}}', "has no schema"),
+        ('{"prompt": "x", "response_format": {"y": 1}}', "unknown y"),
+        ('{"prompt": "x", "structured_outputs": {"structural_tag": 1}}', "unknown structural_tag"),
+        ('{"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}', "schema and regex"),
+        ('{"prompt": "x", "guided_json": {}, "json_schema": {}}', "json_schema and json_schema"),
     ],
 )
 def test_a_line_that_cannot_be_read_says_why(line, words):
@@ -242,6 +249,63 @@ def test_the_smaller_priority_is_first_and_arrivals_wait_for_their_time(prompts)
     assert [line["id"] for line in results] == [3, 1, 0, 2, "late"]
     _, results, _ = prompts(*lines[:4], flags=flags[:-2])
     assert [line["id"] for line in results] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "strict": True, "schema": {"type": "null"}},
+            }},
+            {"json_schema": {"type": "null"}},
+        ),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, {"json_schema": '{"type": "null"}'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"regex": "a", "json": None}}, {"regex": "a"}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+        ({"structured_outputs": {"grammar": "g"}}, {"grammar": "g"}),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            {"json_schema": {}, "json_whitespace": "compact"},
+        ),
+        ({"guided_json": {"a": 1}}, {"json_schema": {"a": 1}}),
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "g"}, {"grammar": "g"}),
+        ({"regex": "a", "think_end": 3}, {"regex": "a", "think_end": 3}),
+    ],
+)  # fmt: skip
+def test_a_grammar_has_the_names_of_openai_and_of_vllm(given, ours):
+    for line in ({"prompt": "x"} | given, batch_line(CHAT, messages=hi(), **given)):
+        job = read_job(json.dumps(line), 1)
+        assert (job.error, job.fields) == (None, ours)
+
+
+def test_a_line_with_a_grammar_of_its_own_has_no_use_for_that_of_the_flags(prompts):
+    flags = (*GREEDY, "--regex", "[ab]{3}", "--think-end", "!")
+    _, results, err = prompts(
+        {"prompt": "x", "id": 1}, {"prompt": "x", "id": 2, "choice": ["yes", "no"]},
+        {"prompt": "x", "id": 3, "regex": "a("}, {"prompt": "x", "id": 4, "think_end": None},
+        {"prompt": "x", "id": 5, "logit_bias": {"33": 100}}, flags=flags,
+    )  # fmt: skip
+    lines = by_id(results)
+    assert lines[1]["text"] == lines[4]["text"] and "masks" in lines[1]["usage"]
+    assert "regex" in lines[3]["error"] and "line 3: " in err
+    assert lines[5]["text"][0] == "!" and re.fullmatch("[ab]{3}", lines[5]["text"][1:])
+    assert re.search(
+        r"^grammars  of 4 answers: compiled in .* masks in .* tokens forced", err, re.M
+    )
+    _, results, _ = prompts(
+        {"prompt": "x", "id": 1}, {"prompt": "x", "id": 2, "choice": ["yes", "no"]},
+        {"prompt": "x", "id": 3, "think_end": 7}, flags=(*GREEDY, "--think-end", "!", "--no-jump"),
+    )  # fmt: skip
+    lines = by_id(results)
+    assert "masks" in lines[2]["usage"] and "masks" not in lines[1]["usage"]
+    assert "there is no grammar to begin after it" in lines[3]["error"]
 
 
 @pytest.mark.parametrize("flag", ["--static", "--reserve", "--no-prefix-cache", "--block-size=8"])

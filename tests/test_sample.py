@@ -39,7 +39,7 @@ def params(**fields):
 def one(logits, history=(), prompt_tokens=0, mask=None, seed=1, **fields):
     """Sample one row of logits given as a list: (id, logprobs)."""
     row = Row(params(**fields), seed, len(history), list(history), mask, prompt_tokens)
-    ids, logprobs = sample(torch.tensor([logits]), [row])
+    ids, logprobs, _ = sample(torch.tensor([logits]), [row])
     return ids[0], logprobs[0]
 
 
@@ -117,14 +117,14 @@ def test_temperature_0_takes_the_largest_logit_and_the_first_of_equals():
 def test_top_p_keeps_the_token_that_crosses_p():
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(2000, -1)
     for p, kept in ((0.6, {2, 3}), (0.3, {3}), (0.75, {1, 2, 3}), (0.95, {0, 1, 2, 3})):
-        ids, _ = sample(logits, [Row(params(top_p=p), 1, i) for i in range(2000)])
+        ids, *_ = sample(logits, [Row(params(top_p=p), 1, i) for i in range(2000)])
         assert set(ids) == kept, f"top_p {p}"
 
 
 def test_of_equals_the_filters_keep_the_smaller_ids():
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]).expand(500, -1)
     for fields, kept in (({"top_k": 2}, {1, 2}), ({"top_k": 3, "top_p": 0.5}, {1, 2})):
-        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
+        ids, *_ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == kept, f"{fields}"
 
 
@@ -181,7 +181,7 @@ def test_each_row_of_a_batch_gets_its_own_logprobs_or_none():
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0], [math.nan, 0.0], [5.0, 0.0]])
     asked = [None, 1, 1, 0]
     rows = [Row(params(temperature=0, logprobs=n), 0, 1, [0], prompt_tokens=1) for n in asked]
-    ids, logprobs = sample(logits, rows)
+    ids, logprobs, _ = sample(logits, rows)
     assert ids == [1, 0, None, 0]
     assert [x and x.id for x in logprobs] == [None, 0, None, 0]
     assert logprobs[1].logprob == pytest.approx(-math.log1p(math.exp(-1)))
@@ -193,7 +193,7 @@ def test_sample_0_has_the_requests_own_seed_and_the_others_differ():
     assert len(set(seeds)) == 64
     assert not set(seeds[1:]) & {sample_seed(8, i) for i in range(64)}
     logits = torch.zeros(64, 1000)
-    ids, _ = sample(logits, [Row(params(), seed, 1, [0], prompt_tokens=1) for seed in seeds])
+    ids, *_ = sample(logits, [Row(params(), seed, 1, [0], prompt_tokens=1) for seed in seeds])
     assert len(set(ids)) > 50  # 64 draws of 1000 equal ids: 62 different ones on average
 
 
@@ -225,7 +225,7 @@ def test_draws_follow_the_brute_force_law(fields):
     draws = 8000
     p = params(**fields)
     rows = [Row(p, 3, i) for i in range(draws)]
-    ids, _ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
+    ids, *_ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
     expected = law(LOGITS, **fields)
     assert set(ids) == set(expected)
     counts = [ids.count(i) for i in expected]
@@ -240,7 +240,7 @@ def test_draws_over_many_seeds_follow_the_law_as_draws_over_positions_do():
         Row(params(**fields), seed, 1, [0], prompt_tokens=1)
         for seed in range(-draws // 2, draws // 2)
     ]
-    ids, _ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
+    ids, *_ = sample(torch.tensor(LOGITS).expand(draws, -1), rows)
     expected = law(LOGITS, **fields)
     counts = [ids.count(i) for i in expected]
     found = chi_square(counts, [draws * share for share in expected.values()])
@@ -251,7 +251,7 @@ def test_consecutive_draws_of_one_seed_are_independent():
     """Pairs of draws at neighbouring positions, as a 4 x 4 table: 15 degrees of freedom."""
     draws = 20_000
     rows = [Row(params(), 11, i) for i in range(draws)]
-    ids, _ = sample(torch.tensor([0.0, 0.5, 1.0, -0.5]).expand(draws, -1), rows)
+    ids, *_ = sample(torch.tensor([0.0, 0.5, 1.0, -0.5]).expand(draws, -1), rows)
     shares = law([0.0, 0.5, 1.0, -0.5])
     counts = {(a, b): 0 for a in range(4) for b in range(4)}
     for pair in zip(ids[::2], ids[1::2]):
@@ -264,7 +264,7 @@ def test_top_p_is_taken_of_what_top_k_left():
     """Of [.4 .3 .2 .1] the best two have 4/7 and 3/7, so p = .5 keeps one; of all it is two."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(500, -1)
     for fields, kept in (({"top_p": 0.5}, {0, 1}), ({"top_p": 0.5, "top_k": 2}, {0})):
-        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
+        ids, *_ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == kept
 
 
@@ -508,20 +508,22 @@ def some_rows(count, vocab, seed):
 def test_a_seeded_row_draws_the_same_alone_in_a_batch_and_in_any_order():
     for seed in range(4):
         logits, rows = some_rows(60, 70, seed)
-        together, logprobs = sample(logits, rows)
+        together, logprobs, took = sample(logits, rows)
         alone = [sample(logits[i : i + 1], rows[i : i + 1]) for i in range(60)]
-        assert together == [ids[0] for ids, _ in alone]
-        for i, (_, found) in enumerate(alone):
+        assert together == [ids[0] for ids, *_ in alone]
+        for i, (_, found, share) in enumerate(alone):
+            assert (share[0] is None) == (took[i] is None) == (rows[i].mask is None)
+            assert share[0] is None or share[0] == pytest.approx(took[i], abs=1e-6)
             assert (found[0] is None) == (logprobs[i] is None)
             assert found[0] is None or found[0].logprob == pytest.approx(logprobs[i].logprob)
         order = random.Random(seed).sample(range(60), 60)
-        shuffled, _ = sample(logits[order], [rows[i] for i in order])
+        shuffled, *_ = sample(logits[order], [rows[i] for i in order])
         assert shuffled == [together[i] for i in order]
 
 
 def test_the_same_seed_draws_the_same_whatever_was_drawn_before():
     logits, rows = some_rows(20, 70, 9)
-    first, _ = sample(logits, rows)
+    first, *_ = sample(logits, rows)
     sample(*some_rows(50, 70, 10))
     torch.manual_seed(123)
     assert sample(logits, rows)[0] == first
@@ -572,7 +574,7 @@ def test_a_row_that_is_not_finite_gives_none_and_the_others_draw_as_without_it(b
         logits, rows = some_rows(30, 70, 4)
         if greedy:
             rows = [Row(params(temperature=0), 1, 1, [0], prompt_tokens=1) for _ in rows]
-        expected, _ = sample(logits, rows)
+        expected, *_ = sample(logits, rows)
         for i in (0, 13, 29):
             logits[i, 5] = bad
             rows[i] = Row(
@@ -583,7 +585,7 @@ def test_a_row_that_is_not_finite_gives_none_and_the_others_draw_as_without_it(b
                 prompt_tokens=1,
             )
             expected[i] = None
-        ids, logprobs = sample(logits, rows)
+        ids, logprobs, _ = sample(logits, rows)
         assert ids == expected
         assert logprobs[0] is logprobs[13] is logprobs[29] is None
     assert sample(torch.full((2, 5), bad), [Row(params(), 1, 1, [0], prompt_tokens=1)] * 2)[0] == [
@@ -594,7 +596,7 @@ def test_a_row_that_is_not_finite_gives_none_and_the_others_draw_as_without_it(b
 
 def test_a_row_whose_ids_are_all_masked_gives_none_and_the_others_draw_as_without_it():
     logits, rows = some_rows(30, 70, 5)
-    expected, _ = sample(logits, rows)
+    expected, *_ = sample(logits, rows)
     for i, temperature in ((0, 0), (17, 1.0)):
         rows[i] = Row(params(temperature=temperature, top_k=3), 1, 1, [0], words([], 70), 1)
         expected[i] = None
@@ -606,7 +608,7 @@ def test_logits_of_minus_infinity_are_never_drawn():
     logits[:, 2] = 0.0
     logits[:, 4] = 0.5
     for fields in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 0.01}, {"temperature": 50.0}):
-        ids, _ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
+        ids, *_ = sample(logits, [Row(params(**fields), 1, i) for i in range(500)])
         assert set(ids) == {2, 4}, f"{fields}"
 
 
@@ -723,6 +725,26 @@ def test_a_filtered_row_that_is_not_finite_ends(bad):
     filters = ({"top_k": 1}, {"top_p": 0.01}, {"top_k": 5, "min_p": 0.5})
     rows = [Row(params(**filters[i % 3]), 1, i) for i in range(200)]
     assert sample(logits, rows)[0] == [None] * 200
+
+
+@pytest.mark.parametrize("name, value", [
+    ("json_schema", 5), ("json_schema", ["a"]), ("regex", 5), ("regex", b"a"), ("choice", "a"),
+    ("choice", {"a": 1}), ("choice", ["a", 1]), ("grammar", {}), ("think_end", 1.5),
+    ("think_end", True), ("think_end", "</think>"), ("json_lenient", 1),
+    ("json_whitespace", ["any"]), ("json_whitespace", None),
+], ids=str)  # fmt: skip
+def test_what_is_no_grammar_is_a_value_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=f"{name} .*"):
+        SamplingParams(**{name: value})
+
+
+def test_a_text_follows_one_grammar_at_most():
+    with pytest.raises(ValueError, match="json_schema and choice: a text can follow one of them"):
+        SamplingParams(json_schema=True, choice=["a"])
+    assert SamplingParams(json_schema=False).constraint == {"json_schema": False}
+    assert SamplingParams().with_defaults({}).constraint == {}
+    kept = SamplingParams(regex="", think_end=3).with_defaults({"top_k": 2})
+    assert kept.constraint == {"regex": ""} and kept.think_end == 3
 
 
 @pytest.mark.parametrize("name, value", [

@@ -43,7 +43,9 @@ class Guard:
     def __getattr__(self, name):
         return getattr(torch, name)
 
-    def empty(self, *shape, dtype=torch.float32, device=DEVICE, garbage=None):
+    def empty(self, *shape, dtype=torch.float32, device=DEVICE, garbage=None, pin_memory=None):
+        if pin_memory is not None:  # what is on its way to the device
+            return torch.empty(*shape, dtype=dtype, pin_memory=pin_memory)
         shape = shape[0] if isinstance(shape[0], (tuple, torch.Size)) else shape
         if garbage is None:
             garbage = math.nan if dtype.is_floating_point else 2**30
@@ -774,6 +776,24 @@ def some_rows(count, seed):
     return rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 31, 33, 2048, 5000])
+def test_masks_forbid_what_they_should_and_count_it(vocab, dtype, guard):
+    """In the same rows, with the same bits to the last one; rows without a mask keep theirs."""
+    scores = randn(7, vocab, seed=vocab, dtype=dtype) * 3
+    scores[1], scores[4, 0] = -torch.inf, math.nan
+    draw = torch.Generator().manual_seed(vocab)
+    words = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), generator=draw).int().to(DEVICE)
+    words[1], words[2] = 0, -1
+    rows = torch.tensor([0, 2, 3, 6], device=DEVICE)
+    given = guard.around(scores), guard.around(words), guard.around(rows)
+    found, took = kernels.allow(*given)
+    wanted, shares = in_pytorch(kernels.allow, scores, words, rows)
+    assert same_bits(found, wanted)
+    assert same_bits(found[[1, 4, 5]], scores[[1, 4, 5]].float())
+    assert torch.allclose(took, shares, atol=1e-5)
+
+
 @pytest.mark.parametrize("vocab, count", [
     (1, 3), (2, 20), (96, 40), (2048, 10), (2049, 10), (5000, 10),
     pytest.param(300, 400, marks=SLOW), pytest.param(20_000, 100, marks=SLOW),
@@ -807,13 +827,13 @@ def test_the_same_ids_are_drawn_of_many_equals(levels, guard):
 def test_rows_with_masked_ids_and_without_a_finite_maximum(guard):
     """sample() whole: what is masked is never drawn, what has nothing to draw from is None."""
     scores = randn(12, 50, seed=5) * 3
-    mask = torch.arange(50) % 3 == 1
+    mask = [0x92492492 - 2**32, 0x24924]  # every third id, from 1 on
     rows = [Row(r.params, r.seed, i, mask=mask if i % 2 else None)
             for i, r in enumerate(some_rows(12, 9))]  # fmt: skip
     scores[2], scores[4, 7], scores[6, 3] = -torch.inf, math.nan, torch.inf
     rows[8] = Row(SamplingParams(temperature=0).with_defaults({}), 1, 8)
-    found, _ = sample.sample(guard.around(scores), rows)
-    wanted, _ = in_pytorch(sample.sample, scores, rows)
+    found, *_ = sample.sample(guard.around(scores), rows)
+    wanted, *_ = in_pytorch(sample.sample, scores, rows)
     assert found == wanted
     assert [found[i] for i in (2, 4, 6)] == [None] * 3 and found.count(None) == 3
     assert all(i % 3 == 1 for i in found[1::2]) and found[8] == scores[8].argmax()

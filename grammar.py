@@ -33,14 +33,15 @@ import json
 import math
 import re
 import sys
+import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache, reduce
 from itertools import combinations
-from pathlib import Path
 from os.path import commonprefix
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin
@@ -3373,33 +3374,37 @@ def draw(machine: Machine, rule: Rule) -> list[str]:
     return lines[:WAYS] + [f"{'':>7}and {len(lines) - WAYS} more"] * (len(lines) > WAYS)
 
 
-def picture(text: str) -> str:
-    vocabulary = Vocabulary([*ASCII, *(word.encode() for word in WORDS), None], [109])
-    grammar = compile(vocabulary, json_schema=SCHEMA, whitespace="compact")
-    lines = [json.dumps(SCHEMA)[:100], json.dumps(SCHEMA)[100:], ""]
-    lines.append(
-        "Its rules: a|b a byte, <rule> a call; numbers are the forks of a rule's automaton"
-    )
+def rules(grammar: Grammar) -> list[str]:
+    lines = ["Its rules: a|b bytes, <rule> a call; the numbers are the forks of a rule's automaton"]
     for rule in reversed(reachable(grammar.root)):
-        lines += [f"<{rule.name}>", *draw(grammar.machine, rule)]
+        if type(rule.body) is not Call:
+            lines += [f"<{rule.name}>", *draw(grammar.machine, rule)]
+    return lines
+
+
+def picture(schema, text: str | None) -> str:
+    """The rules of a schema, and the legal tokens before each token of a text."""
+    vocabulary = Vocabulary([*ASCII, *(word.encode() for word in WORDS), None], [109])
+    grammar = compile(vocabulary, json_schema=schema, whitespace="compact")
+    lines = [*textwrap.wrap(json.dumps(schema), 100), "", *rules(grammar)]
+    if text is None:
+        return "\n".join(lines)
     lines += ["", f"{text}: the legal ones of {len(vocabulary.tokens) - 1} tokens, longest first"]
-    matcher, data, encode = grammar.matcher(), text.encode(), lambda text: cut(vocabulary, text)
-    while True:
+    matcher, ids = grammar.matcher(), [*cut(vocabulary, text), None]
+    for token in ids:
         bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-        ids = [i for i in np.flatnonzero(bits).tolist() if i not in vocabulary.stop_ids]
-        ids.sort(key=lambda i: (-len(vocabulary.tokens[i]), i))
-        legal = " ".join(vocabulary.tokens[i].decode() for i in ids[:12])
-        legal += f" and {len(ids) - 12} more" if len(ids) > 12 else ""
-        legal += " (stop)" * matcher.ends
-        forced = b"".join(vocabulary.tokens[i] for i in matcher.forced(encode)).decode()
-        legal += f"   forced: {forced}" if forced else ""
-        token = cut(vocabulary, data.decode())[0] if data else None
+        legal = set(np.flatnonzero(bits).tolist()) - vocabulary.stop_ids
+        words = sorted((vocabulary.tokens[i].decode() for i in legal), key=lambda w: (-len(w), w))
+        shown = " ".join(words[:12]) + f" and {len(words) - 12} more" * (len(words) > 12)
+        shown += " (stop)" * matcher.ends
+        forced = matcher.forced(lambda text: cut(vocabulary, text))
+        if forced:
+            shown += "   forced: " + " ".join(vocabulary.tokens[i].decode() for i in forced)
         taken = "(stop)" if token is None else vocabulary.tokens[token].decode()
-        lines.append(f"{taken:>8}{len(ids) + matcher.ends:>5}  {legal}".rstrip())
-        if token is None:
-            return "\n".join(lines)
-        matcher.accept(token)
-        data = data[len(vocabulary.tokens[token]) :]
+        lines.append(f"{taken:>8}{len(legal) + matcher.ends:>5}  {shown}".rstrip())
+        if token is not None:
+            matcher.accept(token)
+    return "\n".join(lines)
 
 
 BENCH = {
@@ -3507,24 +3512,29 @@ def bench() -> str:
 def main() -> int:
     import argparse
 
-    parser = argparse.ArgumentParser(description="Compile a grammar, and see what it allows.")
-    parser.add_argument("--schema", metavar="FILE", help="a JSON Schema, for --text")
+    parser = argparse.ArgumentParser(description="Compile a schema, and see what it allows.")
+    parser.add_argument("--schema", metavar="FILE|JSON", help="another JSON Schema")
     parser.add_argument("--text", help="which byte of this text is refused first, and what was due")
     parser.add_argument("--bench", action="store_true", help="time compilation and masks")
     args = parser.parse_args()
-    if (args.schema is None) != (args.text is None):
-        parser.error("--schema and --text go together")
-    if args.text is None:
-        print(bench() if args.bench else picture(TEXT))
-        return 0
     try:
-        schema = Path(args.schema).read_text()
-        words, accepted = explain(compile(bytes_only(), json_schema=schema), args.text)
-    except (OSError, UnicodeDecodeError, SchemaError) as error:
-        print(f"{args.schema}: {error}", file=sys.stderr)
-        return 2
+        schema = SCHEMA
+        if args.schema is not None:
+            inline = args.schema.lstrip()[:1] in ("{", "[", '"') or args.schema in ("true", "false")
+            schema = args.schema if inline else Path(args.schema).read_text()
+        if args.bench:
+            words, fine = bench(), True
+        elif args.text is not None:
+            words, fine = explain(compile(bytes_only(), json_schema=schema), args.text)
+        else:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            words, fine = picture(schema, None if args.schema else TEXT), True
+    except OSError as error:
+        parser.error(f"--schema {args.schema}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--schema {args.schema}: {error}")
     print(words)
-    return 0 if accepted else 1
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ RUNS = {  # copy -> command line
     "paged": ["paged.py"],
     "paged_blocks": ["paged.py", "--block-size", "64"],
     "paged_kinds": ["paged.py", "--kinds"],
+    "grammar": ["grammar.py"],
+    "grammar_schema": ["grammar.py", "--schema", '{"enum": ["alpha", "apple", 3]}'],
     "generate_demo": ["generate.py", "--demo"],
 }  # fmt: skip
 REFUSED = {  # command line -> words of the refusal
@@ -46,6 +48,7 @@ REFUSED = {  # command line -> words of the refusal
     ("kv_cache.py", "--model", "nothing"): "nothing",
     ("model.py", "--experts", "1"): "--experts 1",
     ("sample.py", "--temperature", "0"): "--temperature 0",
+    ("grammar.py", "--schema", '{"type": "strin"}'): "#/type",
     ("scheduler.py", "--budget", "0"): "--budget",
     ("paged.py", "--block-size", "24"): "--block-size 24",
 }

@@ -368,7 +368,9 @@ def repeat(what: Node, lo: int = 0, hi: int | None = None) -> Node:
         return NOTHING
     if what is EMPTY:
         return EMPTY if lo else NOTHING
-    return what if lo == hi == 1 else Repeat(what, lo, hi)
+    if lo == hi == 1:
+        return what
+    return Repeat(what, 0 if what.null else lo, hi)  # a count of empty texts is none
 
 
 def optional(what: Node) -> Node:

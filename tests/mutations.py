@@ -3805,6 +3805,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "3: a walk that is copied ends where its state does not",
         "tests/test_grammar_parts.py -k test_masks_of_other_keys_are_exact",
     ),
+    (
+        "grammar.py",
+        "    return Repeat(what, 0 if what.null else lo, hi)  # a count of empty texts is none",
+        "    return Repeat(what, lo, hi)",
+        "1: a mask asks for parts that may be empty",
+        "tests/test_grammar_parts.py -k test_a_counted_part_that_may_be_empty_is_counted_from_0",
+    ),
 ]
 
 

@@ -627,3 +627,13 @@ def test_a_length_beside_names_takes_no_surrogates():
     made = grammar.compile(BYTES, json_schema={"not": {"enum": ["a"]}, "minLength": 1})
     assert made.accepts('"é"') and not made.accepts('"a"') and not made.accepts('""')
     assert not made.accepts(b'"\xed\xa0\x80"')
+
+
+def test_a_counted_part_that_may_be_empty_is_counted_from_0(monkeypatch):
+    """A mask once asked for as many of them as the count, though none need be read."""
+    monkeypatch.setattr(grammar, "FEW", 0)
+    monkeypatch.setattr(grammar, "NARROW", 0)
+    vocabulary = grammar.Vocabulary([b"a", b"b", b"ab", b"bb", None], [4])
+    for pattern in ["(b?){2,3}a", "(b?){2}a", "(b*){2,}a"]:
+        assert_masks_are_exact(spell(parse_regex(pattern)), vocabulary, "bba")
+        assert_masks_are_exact(spell(parse_regex(pattern)), vocabulary, "a")

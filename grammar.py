@@ -1598,6 +1598,8 @@ class Schema:
         return self.sub(raw, path, sub.base)
 
     def negative(self, sub: Sub) -> Sub:
+        if isinstance(sub.raw, dict) and list(sub.raw) == ["not"]:
+            return self.child(sub, "not")  # what is recursive would grow for ever
         return self.sub({"not": sub.raw}, sub.path, sub.base)
 
     def target(self, sub: Sub) -> Sub:

@@ -1473,6 +1473,7 @@ ANYTHING = tuple(map(Typed, KINDS))
 ALTERNATIVES = 256  # most of one schema
 LINKS = 20_000  # most states of an object or an array
 LEVELS = 64  # deepest nesting of a schema, or longest chain of references
+TOO_DEEP = f"it is nested deeper than {LEVELS} levels"
 SCHEMA_BYTES = 256 << 10
 OLD = ("draft-04", "draft-06", "draft-07")  # there nothing counts beside `$ref`
 
@@ -1534,14 +1535,13 @@ class Schema:
     # -------------------------------------------------- the document
 
     def load(self, source):
-        """The schema as plain JSON, with its identifiers noted."""
-        deep = f"it is nested deeper than {LEVELS} levels"
+        """The schema as plain JSON."""
         try:
             raw = json.loads(source) if isinstance(source, str) else source
             text = json.dumps(raw, allow_nan=False, ensure_ascii=False)
             size = len(text.encode())
         except RecursionError:
-            raise SchemaError("#", "", deep) from None
+            raise SchemaError("#", "", TOO_DEEP) from None
         except UnicodeEncodeError as error:
             near = ascii(text[max(error.start - 20, 0) : error.end])
             raise SchemaError("#", "", f"half of a surrogate pair is no text: {near}") from None
@@ -1555,11 +1555,16 @@ class Schema:
             raise SchemaError("#", "$schema", "draft-03 is not supported")
         self.old = next((name for name in OLD if name in str(dialect)), None)
         self.places[""] = raw, "#"
+        self.index(raw)
+        return raw
+
+    def index(self, raw) -> None:
+        """Notes the identifiers; those in what is no schema, such as `const`, are none."""
         todo = [(raw, "#", "", 0, "schema")]
         while todo:
             value, path, base, level, role = todo.pop()
             if level > LEVELS:
-                raise SchemaError("#", "", deep)
+                raise SchemaError("#", "", TOO_DEEP)
             inner = enumerate(value) if isinstance(value, list) else ()
             if isinstance(value, dict):
                 base = self.identify(value, path, base) if role == "schema" else base
@@ -1571,7 +1576,6 @@ class Schema:
                 elif isinstance(value, dict) and role == "schema":
                     then = "map" if key in MAPS else "schema" if key in HOLD_SCHEMAS else "data"
                 todo.append((v, f"{path}/{step(key)}", base, level + 1, then))
-        return raw
 
     def identify(self, raw: dict, path: str, base: str) -> str:
         """Notes the names of a schema; returns its URI."""
@@ -1601,6 +1605,8 @@ class Schema:
         return self.sub(raw, path, sub.base)
 
     def negative(self, sub: Sub) -> Sub:
+        if isinstance(sub.raw, dict) and list(sub.raw) == ["not"]:
+            return self.child(sub, "not")  # what is recursive would grow for ever
         return self.sub({"not": sub.raw}, sub.path, sub.base)
 
     def target(self, sub: Sub) -> Sub:
@@ -1698,14 +1704,13 @@ class Schema:
             yield "if", met + unmet
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, needs in raw.get(keyword, {}).items():
-                there = Required(name)
-                without = self.without(ANYTHING, [Typed("object", (there,))], (path, keyword))
+                place, there = (path, keyword), [Typed("object", (Required(name),))]
                 if isinstance(needs, list):
                     needs = [Typed("object", tuple(map(Required, needs)))]
                 else:
                     needs = of(keyword, name)
-                with_it = self.product([Typed("object", (there,))], needs, (path, keyword))
-                yield keyword, without + with_it
+                absent = self.without(ANYTHING, there, place)
+                yield keyword, absent + self.product(there, needs, place)
 
     def product(self, one, other, place: tuple[str, str]) -> tuple[Typed, ...]:
         """The alternatives that meet one of each."""
@@ -2042,7 +2047,6 @@ class Schema:
                 yield [patterns[i] for i in sorted(matched - must)], texts
 
     def array_text(self, option: Typed) -> Node:
-        """The arrays, from the end on: what may follow i items of which so many are counted."""
         parts = option.parts
         lo, hi = sizes(parts)
         if hi is not None and hi < lo:
@@ -2056,9 +2060,16 @@ class Schema:
             self.refuse(only(parts, Unique)[0].place, "all items before would have to be kept")
         for extra in counts[1:]:
             self.refuse(extra.place, "two of them for one array are not supported")
-        count = counts[0] if counts else Contains(self.yes, 0, None, ("#", ""))
+        if not counts:
+            return self.items(parts, Contains(self.yes, 0, None, ("#", "")), start)
+        return self.items(parts, counts[0], max(start, lo, hi or 0))
+
+    def items(self, parts, count: Contains, start: int) -> Node:
+        """The arrays, from the end on: what may follow i items, of which so many are counted.
+
+        start: the items up to here are told apart, those behind it are alike."""
+        lo, hi = sizes(parts)
         top = count.lo if count.hi is None else count.hi
-        start = max(start, lo, hi or 0) if counts else start
         if start * (top + 1) > LINKS:
             raise SchemaError(*count.place, f"it takes more than {LINKS} states")
 
@@ -2074,15 +2085,15 @@ class Schema:
             return literal("]") if i >= lo and counted >= count.lo else EMPTY
 
         tails = [EMPTY] * (top + 1)
+        room = None if hi is None else max(hi - start, 0)
         for c in range(top, -1, -1):
             (item, _), *counting = moves(start, c)
             more = [seq(self.comma, node, self.slot, tails[then]) for node, then in counting]
             item = seq(self.comma, item, self.slot)
             if max(lo, hi or 0) > MANY_ITEMS:  # then one state for each count
                 item = self.rule(item, "item")
-            room = None if hi is None else max(hi - start, 0)
-            item = repeat(item, max(lo - start, 0), room)
-            tails[c] = seq(item, alt(end(max(start, lo), c), *(more if room != 0 else [])))
+            more = alt(end(max(start, lo), c), *(more if room != 0 else []))
+            tails[c] = seq(repeat(item, max(lo - start, 0), room), more)
         for i in range(start - 1, -1, -1):
             self.tick()
             comma = self.comma if i else NOTHING
@@ -2211,7 +2222,7 @@ def step(key) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-@lru_cache(256)
+@lru_cache(1024)
 def cached(make, *parameters) -> Node:
     """What many schemas have in common is made once."""
     return make(*parameters)

@@ -3491,6 +3491,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "        if False:",
         "equal lengths are states of their own",
         "tests/test_grammar_numbers.py -k a_state_does_not_keep_each_length_apart",
+    ),
+    (
         "kernels.py",
         "    return after if every else scores.index_copy(0, rows, after), took",
         "    return after if every else scores.index_copy(0, rows.flip(0), after), took",

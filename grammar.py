@@ -1298,9 +1298,11 @@ class Members(Condition):
     def opposite(self, schema, place):
         if self.patterns or self.rest:
             return super().opposite(schema, place)
+        order = dict.fromkeys(self.names, schema.yes)
         return [
-            [Required(name), Members({name: schema.negative(sub)}, evaluates=False)]
+            [Required(name), Members(order | {name: schema.negative(sub)}, evaluates=False)]
             for name, sub in self.names.items()
+            if sub is not schema.yes
         ]
 
 
@@ -1507,6 +1509,7 @@ class Schema:
         self.known: dict[tuple, tuple] = {}  # (subschema, wide) -> its alternatives
         self.open: dict[tuple, int] = {}  # those in work, and the level of values they are at
         self.level = 0
+        self.joint: dict[tuple, tuple] = {}  # subschemas -> what meets all of them
         self.maybe: dict[tuple, bool] = {}  # subschemas -> whether there may be a value
         self.values: dict[tuple, Node] = {}  # subschemas -> texts
         self.rules: dict = {}  # alternatives, or texts -> rule
@@ -1718,18 +1721,29 @@ class Schema:
         for a in one:
             self.tick()
             for b in other:
-                if a.kind == b.kind:
-                    both = Typed(a.kind, tuple(dict.fromkeys(a.parts + b.parts)))
-                    if not a.parts or not b.parts or self.possible(both):
-                        found[both] = None
+                if a.kind == b.kind and (both := self.merged(a, b)):
+                    found[both] = None
             if len(found) > ALTERNATIVES:
                 raise SchemaError(*place, f"it has more than {ALTERNATIVES} alternatives")
         return tuple(found)
 
+    def merged(self, a: Typed, b: Typed) -> Typed | None:
+        """What meets the conditions of both, if that may be anything."""
+        if not a.parts or not b.parts:
+            return a if a.parts else b
+        both = Typed(a.kind, tuple(dict.fromkeys(a.parts + b.parts)))
+        if a.kind not in ("array", "object") and only(both.parts, Among):
+            values = self.listed(both)
+            return Typed(a.kind, (among(values),)) if values else None
+        return both if self.possible(both) else None
+
     def all_of(self, subs: tuple[Sub, ...]) -> tuple[Typed, ...]:
         found = ANYTHING
-        for sub in subs:
-            found = self.product(found, self.alts(sub), (sub.path, ""))
+        for i, sub in enumerate(subs):
+            begin = subs[: i + 1]
+            if begin not in self.joint:
+                self.joint[begin] = self.product(found, self.alts(sub), (sub.path, ""))
+            found = self.joint[begin]
         return found
 
     def any_of(self, options: list, wide: bool, path: str) -> tuple[Typed, ...]:
@@ -1864,9 +1878,7 @@ class Schema:
         for name in types:
             kind = "number" if name == "integer" else name
             parts = [Multiple(Fraction(1))] if name == "integer" else []
-            for values in lists:
-                values = {canonical(v): v for v in values if kind_of(v) == kind}
-                parts.append(Among(tuple(values), tuple(values.values())))
+            parts += [among([v for v in values if kind_of(v) == kind]) for values in lists]
             parts += getattr(self, f"{kind}_parts", lambda sub: ())(sub)
             if all(part.values for part in only(parts, Among)):
                 found.append(Typed(kind, tuple(parts)))
@@ -2200,14 +2212,16 @@ def only_lists(option: Typed) -> bool:
 
 def joined(lists: list[Typed], counts=None) -> tuple[Typed, ...]:
     """Alternatives that only list values, as one of each kind; counts: values with 1 stay."""
-    found: dict[str, dict] = {}
+    found: dict[str, list] = {}
     for kind, (part,) in lists:
         pairs = zip(part.texts, part.values)
-        pairs = ((text, value) for text, value in pairs if not counts or counts[text] == 1)
-        found.setdefault(kind, {}).update(pairs)
-    return tuple(
-        Typed(kind, (Among(tuple(v), tuple(v.values())),)) for kind, v in found.items() if v
-    )
+        found.setdefault(kind, []).extend(v for t, v in pairs if not counts or counts[t] == 1)
+    return tuple(Typed(kind, (among(values),)) for kind, values in found.items() if values)
+
+
+def among(values: list) -> Among:
+    values = {canonical(value): value for value in values}
+    return Among(tuple(values), tuple(values.values()))
 
 
 def common_multiple(a: Fraction | None, b: Fraction) -> Fraction:

@@ -364,6 +364,15 @@ CARD = obj(card={}, bill={})
             ['["a"]', "[1]"],
             ["[]"],
         ),
+        (
+            {
+                "if": {"properties": {"t": {"const": 1}, "u": {"const": 2}}, "required": ["t"]},
+                "then": {"properties": {"v": {"minimum": 3}}},
+                "else": {"properties": {"v": {"maximum": 2}}},
+            },
+            ['{"t":1,"u":2,"v":3}', '{"t":1,"u":0,"v":1}', '{"v":2}', '{"t":1,"v":5}'],
+            ['{"t":1,"u":2,"v":2}', '{"t":1,"u":0,"v":3}', '{"v":3}'],
+        ),
         (CARD | {"dependentRequired": {"card": ["bill"]}}, ["{}", '{"bill":1}'], ['{"card":1}']),
         (CARD | {"dependencies": {"card": ["bill"]}}, ['{"card":1,"bill":1}'], ['{"card":1}']),
         (

@@ -167,10 +167,19 @@ def test_ids_of_equal_bytes_are_allowed_together():
 
 def test_a_stop_id_with_bytes_is_no_text():
     vocabulary = Vocabulary([b"a", b"</s>", b"</s>"], [1])
-    matcher = grammar.compile(vocabulary, choice=["a", "a</s>"]).matcher()
-    assert allowed(matcher) == [0] and not matcher.accept(1)
+    matcher = grammar.compile(vocabulary, choice=["a", "a</s>", "</s>a"]).matcher()
+    assert allowed(matcher) == [0, 2] and not matcher.accept(1)
     assert matcher.accept(0) and allowed(matcher) == [1, 2]
     assert matcher.accept(1) and matcher.finished
+
+
+def test_a_matcher_may_have_stop_ids_of_its_own():
+    g = grammar.compile(words("a", "b", "c"), choice=["a", "ab", "ca"])
+    matcher, other = g.matcher(stop_ids=[1]), g.matcher()
+    assert allowed(matcher) == [0, 2] and not matcher.accept(1)
+    assert matcher.accept(0) and allowed(matcher) == [1, 3], "it is no text there"
+    assert matcher.accept(1) and matcher.finished
+    assert other.accept(0) and other.accept(1) and allowed(other) == [3]
 
 
 def test_special_ids_and_ids_outside_the_vocabulary_are_refused():
@@ -258,6 +267,8 @@ def test_a_recursive_rule_comes_back_to_where_it_was_called():
     assert matcher.accept(0) and matcher.accept(0)
     assert texts(matcher) == ["(", ")", "x", "()", "))", ")(", "x)x"]
     assert matcher.accept(4) and texts(matcher) == ["."] and matcher.finished
+    matcher.rollback(1)
+    assert matcher.accept(3) and "." not in texts(matcher), "only the rule that was called ends"
 
 
 def test_the_machine_is_renewed_when_it_is_worn(monkeypatch):
@@ -541,44 +552,6 @@ def test_what_may_follow_byte_by_byte():
     assert start == {*range(0x20, 0x80), *range(0xC2, 0xF5)}
 
 
-# ---------------------------------------------------------------- by hand: regular expressions
-
-PATTERNS = [  # pattern, texts that are wholly in it, texts that are not
-    ("", [""], ["a"]),
-    ("abc", ["abc"], ["ab", "abcd", ""]),
-    ("a|bc|", ["a", "bc", ""], ["b", "abc"]),
-    ("(a|b)*c", ["c", "abac"], ["ab", "ac "]),
-    ("a+b?c*", ["a", "aab", "acc"], ["", "b", "abb"]),
-    ("a{2}", ["aa"], ["a", "aaa"]),
-    ("a{2,}", ["aa", "aaaa"], ["a"]),
-    ("a{0,2}b", ["b", "aab"], ["aaab"]),
-    ("[a-c-]", ["a", "c", "-"], ["d", ""]),
-    ("[^a-c]", ["d", "\u00e9", "\n"], ["a", ""]),
-    ("[\\]\\\\^]", ["]", "\\", "^"], ["a"]),
-    (".", ["a", "\u00e9", "\U0001f600"], ["\n", "", "ab"]),
-    ("\\d\\D\\w\\W\\s\\S", ["1a_- x", "0 Z!\u00a0\u00e9"], ["aa_- x", "1a_-  "]),
-    ("\\x41\\u00e9\\u{1f600}\\t", ["A\u00e9\U0001f600\t"], ["A\u00e9\U0001f600"]),
-    ("\\.\\*\\+\\?\\(\\)\\[\\]\\{\\}\\|\\^\\$\\/", [".*+?()[]{}|^$/"], ["a"]),
-    ("^a$", ["a"], ["^a$", "aa"]),
-    ("(?:a|b){2}", ["ab", "ba"], ["a", "abb"]),
-    ("a*?b+?", ["b", "aabb"], ["a"]),
-    ("\u540d+", ["\u540d", "\u540d\u540d"], [""]),
-    ("[\U0001f600-\U0001f64f]", ["\U0001f600", "\U0001f612"], ["\U0001f5ff", "\U0001f650"]),
-    ("[\u00e9-\u0100]", ["\u00e9", "\u00ff", "\u0100"], ["\u00e8", "\u0101"]),
-    ("\\p{Lu}\\p{L}*\\P{L}", ["Abc1", "\u00c9\u540d "], ["abc1", "Abc"]),
-    ("a{3,99999999}", ["aaa", "aaaaa"], ["aa"]),
-    ("(\\d{3}-)?\\d{4}", ["123-4567", "4567"], ["12-4567"]),
-]
-
-
-@pytest.mark.parametrize("row", PATTERNS, ids=lambda row: row[0] or "empty")
-def test_a_regex_matches_the_whole_text(row):
-    pattern, accepted, refused = row
-    g = grammar.compile(BYTES, regex=pattern)
-    assert [text for text in accepted if not g.accepts(text)] == [], "refused"
-    assert [text for text in refused if g.accepts(text)] == [], "accepted"
-
-
 def test_a_token_may_hold_a_part_of_a_character():
     tokens = [b"\xf0\x9f", b"\xf0", b"\x98\x80", b"\x98", b"\x99", b"\x8f", b"\x90", b"\x80\xf0", b"\xe2"]
     matcher = grammar.compile(words(*tokens), regex="[\U0001f600-\U0001f64f]+").matcher()
@@ -586,34 +559,6 @@ def test_a_token_may_hold_a_part_of_a_character():
     assert allowed(matcher) == [2, 3, 4] and matcher.accept(4)
     assert allowed(matcher) == [5, 7] and matcher.accept(5)
     assert allowed(matcher) == [0, 1, len(tokens)]
-
-
-# ---------------------------------------------------------------- by hand: GBNF
-
-GRAMMARS = [  # grammar, its texts, other texts
-    ('root ::= "a" "b"', ["ab"], ["a", "abc"]),
-    ('root ::= "a" | b+\nb ::= [0-9] # a comment', ["a", "7", "42"], ["", "b"]),
-    ('root ::= ("a" | "b")* "c"?', ["", "abc", "c"], ["ca"]),
-    ('root ::= "a"{2,3} "b"{2} "c"{0,1} "d"{1,}', ["aabbd", "aaabbcdd"], ["abbd", "aabb"]),
-    ('root ::= [^"\\\\\\n]+', ["abc", "\u00e9"], ['"', "\\", "\n", ""]),
-    ('root ::= "\\"" "\\\\" "\\n" "\\t" "\\x41" "\\u00e9" "\\U0001F600"', ['"\\\n\tA\u00e9\U0001f600'], ['"']),
-    ("root ::= .", ["a", "\u00e9", "\n"], ["", "ab"]),
-    ("root ::= [a-c\\]\\[]", ["a", "c", "[", "]"], ["d", "\\"]),
-    ('root ::= "(" root ")" | "x"', ["x", "((x))"], ["(x", "x)"]),
-    ('root ::= list\nlist ::= item (","\n  item)*\nitem-1 ::= "q"\nitem ::= item-1 | "[" list "]"',
-     ["q", "q,[q,q]"], ["", "q,", "[]"]),
-    ('root ::=\n  "a" |\n  "b"\n\n', ["a", "b"], ["ab"]),
-    ('root ::= "" | "a"', ["", "a"], ["aa"]),
-    ("root ::= [\U0001f600-\U0001f64f]+", ["\U0001f600", "\U0001f64f\U0001f612"], ["\U0001f650", ""]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", GRAMMARS, ids=lambda row: row[0][:40])
-def test_a_gbnf_grammar_accepts_and_refuses(row):
-    text, accepted, refused = row
-    g = grammar.compile(BYTES, grammar=text)
-    assert [text for text in accepted if not g.accepts(text)] == [], "refused"
-    assert [text for text in refused if g.accepts(text)] == [], "accepted"
 
 
 # ---------------------------------------------------------------- against a reference
@@ -634,7 +579,7 @@ class Rules:
         self.rules = {name: ("alt", self.leaf(), self.draw(3)) for name in "rst"}
 
     def leaf(self):
-        if self.rng.random() < 0.2:
+        if self.rng.random() < 0.3:
             return ("range", ord("a"), self.rng.choice([ord("b"), ord("z")]))
         return ("text", self.rng.choice(self.TEXTS))
 
@@ -649,7 +594,9 @@ class Rules:
         if kind == "repeat":
             lo = self.rng.choice([0, 0, 1, 2, 11])
             hi = self.rng.choice([None, lo, lo + 1, lo + 9, 40])
-            return ("repeat", self.draw(depth - 1), lo, hi)
+            letter = ("range", ord("a"), ord("z"))
+            wide = [letter, ("alt", letter, ("text", b"\xc3\xa9")), ("alt", letter, self.leaf())]
+            return ("repeat", self.rng.choice([*wide, self.draw(depth - 1)]), lo, hi)
         return (kind, *(self.draw(depth - 1) for _ in range(self.rng.randint(2, 3))))
 
     def compiled(self, vocabulary) -> Grammar:
@@ -1238,24 +1185,6 @@ def test_left_recursion_is_rewritten_or_refused(text):
     assert time.process_time() - started < 1
 
 
-@pytest.mark.parametrize("text", [
-    "", "root", 'root ::= "a', "root ::= [a", "root ::= (", 'root ::= "a" )', "root ::= gone",
-    'start ::= "a"', "root ::= [b-a]", 'root ::= "a"{3,2}', 'root ::= "\\q"', "root ::= *", 'root ::= "a" ::= "b"',
-], ids=lambda text: text or "empty")  # fmt: skip
-def test_a_broken_grammar_is_refused(text):
-    with pytest.raises(SchemaError):
-        grammar.compile(BYTES, grammar=text)
-
-
-@pytest.mark.parametrize("pattern", [
-    "(", ")", "[", "a{2,1}", "*", "a**", "(?=a)", "(?!a)", "(?<=a)b", "\\1", "(a)\\1", "\\b", "\\p{Greek}", "a\\", "[b-a]",
-    "(?<n>a)\\k<n>", "\\u12", "(?i)a",
-])  # fmt: skip
-def test_a_regex_that_is_broken_or_not_regular_is_refused(pattern):
-    with pytest.raises(SchemaError, match="regex"):
-        grammar.compile(BYTES, regex=pattern)
-
-
 def test_one_kind_of_grammar_and_known_options():
     with pytest.raises(ValueError):
         grammar.compile(BYTES)
@@ -1343,7 +1272,7 @@ def test_an_escape_is_one_character():
 def test_a_literal_is_spelled_as_people_do():
     """xgrammar 626 wrote http:\\/\\/, outlines 1092 wrote \\u5f00."""
     assert next_bytes('"http:', json_schema={"const": "http://a"}) == b"/"
-    assert next_bytes('"', json_schema={"enum": ["\u5f00\u5fc3", "\u96be\u8fc7"]})[:1] >= b"\x80"
+    assert next_bytes('"', json_schema={"enum": ["\u5f00\u5fc3", "\u96be\u8fc7"]}) == b"\xe5\xe9"
 
 
 def test_anyof_of_constants_that_begin_alike_can_all_be_finished():

@@ -451,7 +451,7 @@ def _odd_text(rng, text):
 def arranged(value, schema, root=None):
     """The value with its properties in the order the schema names them, the others after them."""
     root = schema if root is None else root
-    parts = _parts(schema, root, set())
+    parts = _parts(schema, value, root, set())
     if isinstance(value, list):
         return [arranged(v, {"allOf": _items(parts, i)}, root) for i, v in enumerate(value)]
     if not isinstance(value, dict):
@@ -464,7 +464,7 @@ def arranged(value, schema, root=None):
     return {name: arranged(value[name], {"allOf": _members(parts, name)}, root) for name in names}
 
 
-def _parts(schema, root, seen) -> list[dict]:
+def _parts(schema, value, root, seen) -> list[dict]:
     """The schema and what it refers to, flat."""
     if not isinstance(schema, dict):
         return []
@@ -472,13 +472,23 @@ def _parts(schema, root, seen) -> list[dict]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#") and reference not in seen:
         try:
-            parts += _parts(_target(reference, root), root, seen | {reference})
+            parts += _parts(_target(reference, root), value, root, seen | {reference})
         except (KeyError, IndexError, ValueError, TypeError):
             pass  # it points nowhere, or to a name
     for word in ("allOf", "anyOf", "oneOf"):
-        for branch in schema.get(word, []) if isinstance(schema.get(word), list) else []:
-            parts += _parts(branch, root, seen)
+        branches = schema.get(word, []) if isinstance(schema.get(word), list) else []
+        found = [_parts(branch, value, root, seen) for branch in branches]
+        if word != "allOf":  # the branch that the value seems to be of comes first
+            found.sort(key=lambda those: not any(_knows(part, value) for part in those))
+        parts += [part for those in found for part in those]
     return parts
+
+
+def _knows(part, value) -> bool:
+    """Whether all names of the value, and those it must have, are named."""
+    if not isinstance(value, dict) or not isinstance(part.get("properties"), dict):
+        return False
+    return set(value) <= set(part["properties"]) and set(part.get("required", [])) <= set(value)
 
 
 def _members(parts, name):

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 NAMES = [
     "a", "b", "ab", "id", "name", "x-1", "x-2", "", "a b", "0", "$ref", "/", "type", 'q"t',
-    "back\\slash", "tab\there", "line\nfeed", "\u00fcn\u00ef", "\u540d\u524d", "\U0001f600", "\u0001",
+    "back\\slash", "tab\there", "line\nfeed", "\u00fcn\u00ef", "\u540d\u524d", "\U0001f600", "x\u0001",
 ]  # fmt: skip
 TEXTS = NAMES + [
     "abc", "b@c.de", "A", "zzzzzz", "x12", "\u00e9\u00e8", "\U0001f600\U0001f64f", "2024-02-29",
@@ -62,6 +62,15 @@ FORMATS = {  # format -> texts that have it
 }
 
 
+ATOM, LABEL = "[\\w!#$%&'*+/=?^`{|}~-]+", "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+QUOTED = r'"([ !#-\[\]-~]|\\[ -~])*"'
+STRICTER = {
+    "email": f"(?a:({ATOM}(\\.{ATOM})*|{QUOTED})@{LABEL}(\\.{LABEL})*)",
+    "uuid": "(?i:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})",
+    "duration": "[A-Z0-9]*",
+}
+
+
 # ---------------------------------------------------------------- schemas
 
 
@@ -90,7 +99,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict:
 def _schema(rng, depth):
     if depth <= 0:
         return _scalar(rng)
-    kinds = [_object] * 6 + [_array] * 3 + [_any_of] * 2 + [_all_of, _one_of, _typed]
+    kinds = [_object] * 6 + [_array] * 3 + [_any_of] * 2 + [_all_of, _one_of, _typed, _rarer]
     kinds += [lambda rng, depth: _scalar(rng)] * 3 + [lambda rng, depth: _reference(rng)]
     return rng.choice(kinds)(rng, depth)
 
@@ -183,7 +192,7 @@ def _object(rng, depth):
     if extra < 0.6:
         schema["additionalProperties"] = extra < 0.2 if extra < 0.4 else _schema(rng, 0)
     if rng.random() < 0.15:
-        found = rng.sample(["^x-", "^[a-z]+$", "b", "\\d", ""], rng.randint(1, 2))
+        found = rng.sample(["^x-", "^[a-z]+$", "b", "\\d", "^"], rng.randint(1, 2))
         schema["patternProperties"] = {pattern: _schema(rng, 0) for pattern in found}
     if rng.random() < 0.08:
         schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(0, 1)
@@ -233,6 +242,38 @@ def _all_of(rng, depth):
     schema = {"allOf": [maker(rng, depth - 1) for _ in range(rng.randint(1, 2))]}
     if rng.random() < 0.5:
         schema |= maker(rng, depth - 1)
+    return schema
+
+
+def _rarer(rng, depth):
+    """Keywords that look at the whole value, beside others."""
+    part = lambda: _schema(rng, rng.choice([0, 0, depth - 1]))  # noqa: E731
+    some = lambda: rng.sample(NAMES[:6], rng.randint(1, 2))  # noqa: E731
+    schema = rng.choice([_object, _array, _typed, _any_of])(rng, depth - 1)
+    word = rng.choice(["not", "if", "contains", "uniqueItems", "dependentRequired",
+                       "dependentSchemas", "oneOf", "unevaluated"])  # fmt: skip
+    if word == "not":
+        schema["not"] = part()
+    elif word == "if":
+        schema |= {word: part() for word in ("if", "then", "else") if rng.random() < 0.8}
+    elif word == "contains":
+        schema["contains"] = part()
+        if rng.random() < 0.5:
+            schema["minContains"] = rng.randint(0, 2)
+            schema["maxContains"] = schema["minContains"] + rng.randint(0, 2)
+    elif word == "uniqueItems":
+        schema |= {"items": rng.choice([{"type": "boolean"}, _literals(rng)]), "uniqueItems": True}
+    elif word == "dependentRequired":
+        schema[word] = {name: some() for name in some()}
+    elif word == "dependentSchemas":
+        schema[word] = {name: part() for name in some()}
+    elif word == "oneOf":
+        schema[word] = [part() for _ in range(rng.randint(1, 3))]
+    else:
+        schema[rng.choice(["allOf", "anyOf"])] = [_object(rng, 1), _array(rng, 1)][
+            rng.randint(0, 1) :
+        ]
+        schema["unevaluated" + rng.choice(["Properties", "Items"])] = rng.choice([False, part()])
     return schema
 
 
@@ -520,6 +561,17 @@ def validator(schema):
     """
     import jsonschema
 
+    base = jsonschema.Draft202012Validator
+
+    class Formats:
+        """Theirs, but for texts that their checks let pass against the standards."""
+
+        def check(self, value, name):
+            base.FORMAT_CHECKER.check(value, name)
+            if isinstance(value, str) and name in FORMATS:
+                if "\n" in value or not re.fullmatch(STRICTER.get(name, ".*"), value):
+                    raise jsonschema.FormatError(f"{value!r} is not of the format {name}")
+
     def multiple_of(self, step, value, schema):
         if self.is_type(value, "number") and Fraction(value) % Fraction(step):
             yield jsonschema.ValidationError(f"{value} is not a multiple of {step}")
@@ -527,14 +579,13 @@ def validator(schema):
     def integer(checker, value):
         if isinstance(value, bool):
             return False
-        return isinstance(value, int) or isinstance(value, Decimal) and value % 1 == 0
+        return isinstance(value, (int, Decimal)) and Fraction(value).denominator == 1
 
-    base = jsonschema.Draft202012Validator
     kind = jsonschema.validators.extend(
         base, {"multipleOf": multiple_of}, type_checker=base.TYPE_CHECKER.redefine("integer", integer)
     )  # fmt: skip
     schema = ecma(exactly(schema if isinstance(schema, str) else json.dumps(schema)))
-    return kind(schema, format_checker=base.FORMAT_CHECKER)
+    return kind(schema, format_checker=Formats())
 
 
 def exactly(text: str):

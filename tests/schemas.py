@@ -67,7 +67,7 @@ QUOTED = r'"([ !#-\[\]-~]|\\[ -~])*"'
 STRICTER = {
     "email": f"(?a:({ATOM}(\\.{ATOM})*|{QUOTED})@{LABEL}(\\.{LABEL})*)",
     "uuid": "(?i:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})",
-    "duration": "[A-Z0-9]*",
+    "duration": "(?!.*Y[0-9]+D)(?!.*H[0-9]+S)[A-Z0-9]*",
 }
 
 
@@ -567,6 +567,8 @@ def validator(schema):
         """Theirs, but for texts that their checks let pass against the standards."""
 
         def check(self, value, name):
+            if isinstance(value, str) and name in ("date", "date-time"):
+                value = re.sub("^0000", "2000", value)  # a year before Python's first
             base.FORMAT_CHECKER.check(value, name)
             if isinstance(value, str) and name in FORMATS:
                 if "\n" in value or not re.fullmatch(STRICTER.get(name, ".*"), value):

@@ -12,10 +12,12 @@
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
     python tests/bench.py guided        a token under a grammar against a free one
     python tests/bench.py long          one request of 100,000 tokens: its cache, and a token's time
+    python tests/bench.py grammar       schemas: to compile them, masks; --others VENV/bin/python
 
 What is compared runs in turns, so that whatever else the machine does hits both: each in a process
-of its own, with the same weights and as many threads. bench_vllm.py and bench_llama.py say how to
-install those two; transformers belongs into this environment (pip install transformers).
+of its own, with the same weights and as many threads. bench_vllm.py, bench_llama.py and
+bench_grammar.py say how to install what they run; transformers belongs into this environment (pip
+install transformers).
 """
 
 import argparse
@@ -38,8 +40,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "golden")]
 import generate  # noqa: E402  before torch: it says how threads wait
 
 import bench_pipe  # noqa: E402
+import grammar  # noqa: E402
 import kv_cache  # noqa: E402
 import model  # noqa: E402
+import schemas  # noqa: E402
 import torch  # noqa: E402
 from generate import Engine, SamplingParams  # noqa: E402
 
@@ -122,7 +126,8 @@ def transformers(args):
 class Worker:
     """A process that answers a line with a line (bench_pipe.py)."""
 
-    def __init__(self, command: list[str], log, ours: bool):
+    def __init__(self, command: list[str], log, ours: bool, settle_s: float = 0.5):
+        self.settle_s = settle_s  # until the threads of who ran before stop waiting in a loop
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             env=None if ours else ENVIRONMENT,
@@ -136,7 +141,7 @@ class Worker:
         return json.loads(text)
 
     def __call__(self, work: dict) -> dict:
-        time.sleep(0.5)  # until the threads of who ran before have stopped waiting in a loop
+        time.sleep(self.settle_s)
         self.process.stdin.write(json.dumps(work) + "\n")
         self.process.stdin.flush()
         return self._read()
@@ -696,6 +701,153 @@ def curves(found: dict[str, list[dict]], depths: list[int]) -> list[str]:
     return lines
 
 
+# ---------------------------------------------------------------- masks of a grammar
+
+
+def masks(args):
+    """Each schema is compiled by everyone in turn, then given the same texts: one of its valid
+    instances, which is its first request, and others like it with new content."""
+    tokenizers = {"the default model": default_tokens()}
+    if args.tiktoken:
+        tokenizers[args.tiktoken.name] = tiktoken_tokens(args.tiktoken)
+    else:
+        print("only one vocabulary: --tiktoken FILE, such as the cl100k of the litellm wheel")
+    names = ["octavo", "xgrammar", "llguidance"] if args.others else ["octavo"]
+    if not args.others:
+        print("xgrammar and llguidance are not compared: --others PYTHON (see bench_grammar.py)")
+    corpus = read_schemas(args.schemas)
+    rng = random.Random(args.seed)
+    for name, (tokens, stop, encode) in tokenizers.items():
+        with tempfile.TemporaryDirectory() as folder, open(args.log, "w") as log:
+            file = Path(folder) / "tokens.json"
+            known = [None if token is None else token.hex() for token in tokens]
+            file.write_text(json.dumps({"tokens": known, "stop": stop}))
+            workers = {}
+            try:
+                for who in names:
+                    python = sys.executable if who == "octavo" else args.others
+                    command = [python, str(HERE / "bench_grammar.py"), who, str(file)]
+                    workers[who] = Worker(command, log, ours=False, settle_s=0)
+                found = {who: [] for who in names}
+                for number, (schema, values) in enumerate(corpus):
+                    texts = [schemas.spell(value, (", ", ": ")) for value in values[:1]]
+                    texts += [schemas.spell(v) for v in varied(rng, schema, values, args.texts)]
+                    work = {"schema": schema, "texts": [[*encode(t), stop] for t in texts]}
+                    for who in rng.sample(names, len(names)):
+                        found[who].append(workers[who](work))
+                    print(f"\r{number + 1} of {len(corpus)}", end="", file=sys.stderr, flush=True)
+                print(file=sys.stderr)
+            finally:
+                for run in workers.values():
+                    run.process.kill()
+                    run.process.wait()
+        print(f"\n{name}: {len(tokens):,} ids, {len(corpus)} schemas, {args.texts} texts of each")
+        mask_table(found, {who: run.facts for who, run in workers.items()})
+
+
+def mask_table(found: dict[str, list[dict]], facts: dict[str, dict]):
+    """Vocabulary in seconds, compilation in ms, masks and tokens in us, of one thread."""
+    print(f"{'':<20}{'ids':>7}{'compiles':>15}{'compile p50 p95 max':>22}{'first mean  p99  max':>24}"
+          f"{'then mean  p50   p99':>24}{'accept':>8}{'refused':>9}")  # fmt: skip
+    for who, rows in found.items():
+        done = [row for row in rows if "error" not in row]
+        took = sorted(1e3 * row["compile"] for row in done)
+        first = sorted(1e6 * s for row in done for s in (row["masks"] or [[]])[0])
+        later = sorted(1e6 * s for row in done for text in row["masks"][1:] for s in text)
+        accept = [1e6 * s for row in done for text in row["accepts"][1:] for s in text]
+        at = lambda values, part: values[min(int(part * len(values)), len(values) - 1)]  # noqa: E731
+        print(
+            f"{facts[who]['version']:<20}{facts[who]['vocabulary']:>5.2f} s"
+            f"{len(done):>8} of {len(rows):>3}"
+            f"{at(took, 0.5):>7.2f}{at(took, 0.95):>7.1f}{took[-1]:>5.0f} ms"
+            f"{statistics.mean(first):>8.0f}{at(first, 0.99):>7.0f}{first[-1]:>6.0f} us"
+            f"{statistics.mean(later):>9.2f}{at(later, 0.5):>6.2f}{at(later, 0.99):>6.1f} us"
+            f"{statistics.mean(accept):>8.2f}{sum(row['refused'] for row in done):>9}"
+        )
+
+
+def default_tokens():
+    """(the bytes of each id, a stop id, encode) of the default model."""
+    checkpoint = model.load(model.find(None, say=print)[0])
+    tokenizer = generate.build_tokenizer(checkpoint.tokenizer)
+    stop = tokenizer.special["<|im_end|>"]
+    return tokenizer.tokens, stop, lambda text: tokenizer.encode(text, special=False)
+
+
+def tiktoken_tokens(file: Path):
+    """The same of a file of tiktoken's, split as cl100k does; the stop id comes after it."""
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    ranks = load_tiktoken_bpe(str(file))
+    split = (
+        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++"""
+        r"""[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+    )
+    encoding = tiktoken.Encoding(file.name, pat_str=split, mergeable_ranks=ranks, special_tokens={})
+    tokens = [None] * (max(ranks.values()) + 22)
+    for token, i in ranks.items():
+        tokens[i] = token
+    return tokens, max(ranks.values()) + 2, encoding.encode
+
+
+def read_schemas(folder: Path | None) -> list[tuple[str, list]]:
+    """(schema, valid values in its order): those of tests/golden, or of MaskBench's files."""
+    if folder:
+        found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.rglob("*.json"))]
+        found = [group for group in found if isinstance(group, dict) and "tests" in group]
+        for group in found:
+            group["valid"] = [test["data"] for test in group["tests"] if test["valid"]]
+    else:
+        with (HERE / "golden" / "schemas.jsonl").open(encoding="utf-8") as lines:
+            found = [json.loads(line) for line in lines]
+    return [
+        (json.dumps(g["schema"]), [schemas.arranged(value, g["schema"]) for value in g["valid"]])
+        for g in found
+    ]
+
+
+def varied(rng, schema: str, values: list, count: int) -> list:
+    """The values with other texts and numbers, wherever the schema allows them."""
+    try:
+        g = grammar.compile(
+            grammar.Vocabulary([bytes([i]) for i in range(256)], []), json_schema=schema
+        )
+    except grammar.SchemaError:
+        return []
+    words = (HERE.parent / "LICENSE").read_text("utf-8").split()
+
+    def other(value):
+        if isinstance(value, str):
+            return " ".join(rng.choices(words, k=rng.randint(1, 6)))
+        if isinstance(value, bool) or value is None:
+            return rng.random() < 0.5
+        if isinstance(value, int):
+            return rng.randint(0, 10 ** rng.randint(1, 4))
+        return round(rng.uniform(0, 10 ** rng.randint(0, 3)), rng.randint(1, 3))
+
+    def change(inside, whole):
+        for key in inside if isinstance(inside, dict) else range(len(inside)):
+            value = inside[key]
+            if isinstance(value, (dict, list)):
+                change(value, whole)
+                continue
+            inside[key] = other(value)
+            if not g.accepts(schemas.spell(whole)):
+                inside[key] = value
+
+    found = []
+    while len(found) < count and values:
+        box = [json.loads(json.dumps(rng.choice(values)))]
+        if isinstance(box[0], (dict, list)):
+            change(box[0], box[0])
+        if not g.accepts(schemas.spell(box[0])):
+            values = [value for value in values if g.accepts(schemas.spell(value))]
+            continue
+        found.append(box[0])
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
@@ -732,7 +884,17 @@ def main():
     add.add_argument("--tokens", type=int, default=100_000, help="of context (default 100,000)")
     add.add_argument("--seed", type=int, default=0)
     add.set_defaults(run=long)
+    add = commands.add_parser("grammar", help="schemas: to compile them, their masks")
+    add.add_argument("--others", metavar="PYTHON", help="of an environment with the others")
+    add.add_argument("--schemas", type=Path, metavar="FOLDER", help="of MaskBench's files")
+    add.add_argument("--tiktoken", type=Path, metavar="FILE", help="a second vocabulary")
+    add.add_argument("--texts", type=int, default=30, help="of each schema (default 30)")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--log", default=os.devnull, help="where the workers' messages go")
+    add.set_defaults(run=masks)
     for name, command in commands.choices.items():
+        if name == "grammar":
+            continue
         add = command.add_argument
         own = name in ("decode", "prefill", "worker")  # theirs depends on who is compared
         add("--dtype", default=None if own else "float32" if name == "long" else "bfloat16")
@@ -757,6 +919,8 @@ def main():
         parser.error(f"--tokens is from 1,000 to {DEPTHS[-1]:,}")
     if args.run is serve and (args.rounds < 1 or args.rate < 0 or args.requests < 2):
         parser.error("--rounds is at least 1, --rate at least 0, --requests at least 2")
+    if args.run is masks:
+        return masks(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     args.run(args)

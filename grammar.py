@@ -905,7 +905,8 @@ def split(ranges: list[tuple[int, int, Node]]) -> list[tuple[int, int, frozenset
 class Grammar:
     """What `compile` returns: a rule to start from, and a machine to read it.
 
-    ignored: the keywords that `lenient` let pass, each with its path.
+    ignored: the paths of keywords that are not enforced: other formats than those of `FORMATS`,
+    which are annotations, and what `lenient` let pass.
     """
 
     def __init__(self, vocabulary: Vocabulary, root: Rule, ignored=()):
@@ -1857,9 +1858,13 @@ class Schema:
 
     def listed(self, option: Typed) -> list | None:
         """The values of an alternative, if they are listed."""
-        lists = [part.values for part in only(option.parts, Among)]
-        values = lists[0] if lists else CONSTANTS.get(option.kind)
-        return None if values is None else [v for v in values if self.meets(v, option)]
+        kind, parts = option
+        listing = next(iter(only(parts, Among)), None)
+        values = listing.values if listing else CONSTANTS.get(kind)
+        if values is None:
+            return None
+        rest = Typed(kind, tuple(part for part in parts if part is not listing))
+        return [value for value in values if self.meets(value, rest)]
 
     # -------------------------------------------------- keywords
 
@@ -1870,8 +1875,10 @@ class Schema:
         types = dict.fromkeys([types] if isinstance(types, str) else types)
         if "number" in types:
             types.pop("integer", None)
-        if raw.get("nullable"):
-            self.ignored[f"{sub.path}/nullable"] = None  # OpenAPI's: here an annotation
+        if raw.get("nullable"):  # OpenAPI's: here an annotation, as are other formats
+            self.ignored[f"{sub.path}/nullable"] = None
+        if raw.get("format", "date") not in FORMATS:
+            self.ignored[f"{sub.path}/format"] = None
         lists = [raw["enum"]] if "enum" in raw else []
         lists += [[raw["const"]]] if "const" in raw else []
         found = []
@@ -1907,8 +1914,6 @@ class Schema:
         name = sub.raw.get("format")
         if name in FORMATS:
             yield Match(cached(parse_regex, FORMATS[name]))
-        elif name is not None:
-            self.ignored[f"{sub.path}/format"] = None  # an annotation
         if name == "hostname":
             yield Bound(Fraction(253), False, True)
 

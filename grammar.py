@@ -1176,8 +1176,8 @@ def canonical(value) -> str:
     if kind == "array":
         return f"[{','.join(map(canonical, value))}]"
     if kind == "object":
-        return (
-            f"{{{','.join(sorted(f'{json.dumps(k)}:{canonical(v)}' for k, v in value.items()))}}}"
+        return "{%s}" % ",".join(
+            sorted(f"{json.dumps(k)}:{canonical(v)}" for k, v in value.items())
         )
     return str(exact(value)) if kind == "number" else json.dumps(value)
 
@@ -1475,6 +1475,9 @@ class Typed(NamedTuple):
 ANYTHING = tuple(map(Typed, KINDS))
 ALTERNATIVES = 256  # most of one schema
 LINKS = 20_000  # most states of an object or an array
+MANY_ITEMS = 64  # in an array of more, an item is one state
+UNIQUE = 2000  # most sets of values that an array has used
+BROKEN = r"-?[0-9]{1,9}\.[0-9]{0,5}[1-9]0{0,5}"  # no integers, also as a double
 LEVELS = 64  # deepest nesting of a schema, or longest chain of references
 TOO_DEEP = f"it is nested deeper than {LEVELS} levels"
 SCHEMA_BYTES = 256 << 10
@@ -2035,11 +2038,9 @@ class Schema:
                 if lo is None or hi is None or lo < hi or (lo == hi and not lo_open and not hi_open)
             )
         )
-        return (
-            both((texts, cached(parse_regex, BROKEN))).text(0, 0)
-            if denied(parts, Multiple)
-            else texts
-        )
+        if denied(parts, Multiple):
+            return both((texts, cached(parse_regex, BROKEN))).text(0, 0)
+        return texts
 
     def string_text(self, option: Typed) -> Node:
         parts = option.parts
@@ -2107,7 +2108,7 @@ class Schema:
             (item, _), *counting = moves(start, c)
             more = [seq(self.comma, node, self.slot, tails[then]) for node, then in counting]
             item = seq(self.comma, item, self.slot)
-            if max(lo, hi or 0) > MANY_ITEMS:  # then one state for each count
+            if max(lo, hi or 0) > MANY_ITEMS:
                 item = self.rule(item, "item")
             more = alt(end(max(start, lo), c), *(more if room != 0 else []))
             tails[c] = seq(repeat(item, max(lo - start, 0), room), more)
@@ -2248,9 +2249,6 @@ def cached(make, *parameters) -> Node:
 
 
 CONSTANTS = {"null": [None], "boolean": [True, False]}
-MANY_ITEMS = 64
-UNIQUE = 2000  # most sets of values that an array has used
-BROKEN = r"-?[0-9]{1,9}\.[0-9]{0,5}[1-9]0{0,5}"  # no integers, also as a double
 SLOTS = {  # white space between two tokens
     "compact": NOTHING,
     "default": optional(

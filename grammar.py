@@ -377,21 +377,30 @@ def optional(what: Node) -> Node:
     return alt(NOTHING, what)
 
 
-def rewrite(node: Node, change, known: dict | None = None) -> Node:
-    """The node with its leaves (Symbol, Literal, Call, ...) replaced by change(leaf)."""
-    known = {} if known is None else known
-    if node in known:
-        return known[node]
+def parts_of(node: Node) -> tuple[Node, ...]:
     if type(node) is Seq:
-        done = seq(*(rewrite(n, change, known) for n in node.parts()))
-    elif type(node) is Alt:
-        done = alt(*(rewrite(n, change, known) for n in node.key))
-    elif type(node) is Repeat:
-        done = repeat(rewrite(node.key[0], change, known), *node.key[1:])
-    else:
-        done = change(node)
-    known[node] = done
-    return done
+        return tuple(node.parts())
+    return node.key if type(node) is Alt else node.key[:1] if type(node) is Repeat else ()
+
+
+def rewrite(node: Node, change) -> Node:
+    """The node with its leaves (Symbol, Literal, Call, ...) replaced by change(leaf)."""
+    known: dict[Node, Node] = {}
+    todo = [node]
+    while todo:  # a loop: objects have more members than Python's stack is deep
+        parts = parts_of(todo[-1])
+        waiting = [part for part in parts if part not in known]
+        todo += waiting
+        if waiting:
+            continue
+        last, done = todo.pop(), [known[part] for part in parts]
+        if type(last) is Seq:
+            known[last] = seq(*done)
+        elif type(last) is Alt:
+            known[last] = alt(*done)
+        else:
+            known[last] = repeat(*done, *last.key[1:]) if type(last) is Repeat else change(last)
+    return known[node]
 
 
 # ---------------------------------------------------------------- machine: states, stacks, masks
@@ -1081,18 +1090,22 @@ def closure(rules: list[Rule], leaf) -> set[Rule]:
 
 
 def passes(node: Node, leaf, rules: set[Rule], known: dict[Node, bool]) -> bool:
-    if node not in known:
-        if type(node) is Seq:
-            good = all(passes(part, leaf, rules, known) for part in node.parts())
-        elif type(node) is Alt:
-            good = any(passes(part, leaf, rules, known) for part in node.key)
-        elif type(node) is Repeat:
-            good = node.key[1] == 0 or passes(node.key[0], leaf, rules, known)
-        elif type(node) is Call:
-            good = node.key[0] in rules
+    todo = [[node, parts_of(node), 0]]  # with the number of parts that decided nothing
+    while todo:
+        last, parts, i = todo[-1]
+        some = type(last) is Alt  # one part that passes is enough
+        if type(last) is Call or not parts:
+            known[last] = last.key[0] in rules if type(last) is Call else leaf(last)
+        elif type(last) is Repeat and last.key[1] == 0:
+            known[last] = True
+        elif i < len(parts) and parts[i] not in known:
+            todo.append([parts[i], parts_of(parts[i]), 0])
+        elif i < len(parts) and known[parts[i]] != some:
+            todo[-1][2] += 1
         else:
-            good = leaf(node)
-        known[node] = good
+            known[last] = (i < len(parts)) == some
+        if last in known:
+            todo.pop()
     return known[node]
 
 

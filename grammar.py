@@ -1891,10 +1891,8 @@ class Schema:
         types = dict.fromkeys([types] if isinstance(types, str) else types)
         if "number" in types:
             types.pop("integer", None)
-        if raw.get("nullable"):  # OpenAPI's: here an annotation, as are other formats
+        if raw.get("nullable"):  # OpenAPI's: here an annotation
             self.ignored[f"{sub.path}/nullable"] = None
-        if raw.get("format", "date") not in FORMATS:
-            self.ignored[f"{sub.path}/format"] = None
         lists = [raw["enum"]] if "enum" in raw else []
         lists += [[raw["const"]]] if "const" in raw else []
         found = []
@@ -1930,6 +1928,8 @@ class Schema:
         name = sub.raw.get("format")
         if name in FORMATS:
             yield Match(cached(parse_regex, FORMATS[name]))
+        elif name is not None:  # an annotation
+            self.ignored[f"{sub.path}/format"] = None
         if name == "hostname":
             yield Bound(Fraction(253), False, True)
 
@@ -2007,9 +2007,10 @@ class Schema:
         listed = self.listed(option)
         if listed is not None:
             return alt(*map(self.spelled, listed))
-        for part in only(option.parts, Not):
-            if not part.condition.negatable:
-                self.refuse(part.place, "what it excludes cannot be told while the text is written")
+        odd = [part for part in only(option.parts, Not) if not part.condition.negatable]
+        for part in odd:
+            self.refuse(part.place, "what it excludes cannot be told while the text is written")
+        option = Typed(option.kind, tuple(part for part in option.parts if part not in odd))
         try:
             return getattr(self, f"{option.kind}_text")(option)
         except SchemaError as error:

@@ -594,6 +594,10 @@ def test_wide_objects_compile_and_run():
         "additionalProperties": False,
     }
     assert_reads(schema, ["{}", '{"p3":true,"p999":false}'], ['{"p9":true,"p3":true}', '{"x":1}'])
+    endless = {"type": "object", "properties": {"e": {"$ref": "#/$defs/e"}}, "required": ["e"]}
+    schema |= {"type": "object", "required": ["p999"], "$defs": {"e": endless}}
+    schema["properties"] = schema["properties"] | {"x": {"$ref": "#/$defs/e"}}
+    assert_reads(schema, ['{"p7":true,"p999":true}'], ["{}", '{"p7":true}', '{"p999":true,"x":{}}'])
     few = names[:200]
     whole = "{" + ",".join(f'"{name}":true' for name in few) + "}"
     assert_reads({"required": few}, [whole], ["{}", '{"p0":true}'])

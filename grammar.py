@@ -1510,6 +1510,10 @@ class Schema:
 
     Example: {"type": ["integer", "null"], "minimum": 1, "not": {"const": 3}}
     -> number: Multiple(1), Bound(1), Not(Among(3)) | null
+
+    Stricter than the specification: members come in the order of `properties`, then those that
+    are required elsewhere, then others; a listed object has its own order. A format is enforced,
+    as far as it is in FORMATS. Looser: of the other members, two may have one name.
     """
 
     def __init__(self, source, lenient: bool, whitespace: str):

@@ -210,6 +210,67 @@ def test_the_second_turn_of_a_chat_finds_the_first(engine):
         messages += [{"role": "user", "content": question}]
 
 
+# ---------------------------------------------------------------- text that follows a grammar
+
+TEXT, COUNT = {"type": "string", "maxLength": 24}, {"type": "integer", "minimum": 0, "maximum": 999}
+
+
+def record(**properties) -> dict:
+    required = {"type": "object", "required": list(properties), "additionalProperties": False}
+    return {**required, "properties": properties}
+
+
+def some(items, least: int = 0, most: int = 3) -> dict:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+SCHEMAS = [
+    record(name=TEXT, age=COUNT),
+    record(city=TEXT, country=TEXT, capital={"type": "boolean"}),
+    record(tool={"enum": ["search", "open", "quit"]}, arguments=record(query=TEXT)),
+    record(title=TEXT, tags=some({"type": "string", "pattern": "^[a-z]{2,9}$"}, 1)),
+    record(born={"type": "string", "format": "date"}, id={"type": "string", "format": "uuid"}),
+    record(ok={"type": "boolean"}, error={"anyOf": [{"type": "null"}, TEXT]}),
+    record(code={"type": "string", "pattern": "^[A-Z]{2}-\\d{4}$"}, count=COUNT),
+    record(point=some({"type": "number", "minimum": -9, "maximum": 9.5}, 2, 2)),
+    record(kind={"const": "fox"}, colour={"enum": ["red", "grey"]}, legs={"const": 4}),
+    record(matrix=some(some({"enum": [0, 1]}, 2, 2), 2, 2)),
+    record(mood={"enum": ["开心", "难过"]}, why=TEXT),
+    record(price={"type": "number", "minimum": 0, "maximum": 1000, "multipleOf": 0.01}),
+    record(step=COUNT, then={"anyOf": [record(stop={"const": True}), record(go=TEXT)]}),
+    some(record(word=TEXT, length=COUNT), 1),
+    some({"enum": ["a", "b", "c"]}, 2, 4),
+    {"type": "string", "minLength": 3, "maxLength": 30},
+    {"type": ["integer", "null"], "minimum": -99, "maximum": 99},
+    {"enum": ["yes", "no", {"maybe": [1, None]}]},
+    {"anyOf": [record(t={"const": "alpha"}, x=COUNT), record(t={"const": "apple"}, y=TEXT)]},
+    {"allOf": [record(a=COUNT), {"properties": {"a": {"minimum": 17}}}]},
+]
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_every_answer_is_valid_json_of_its_schema_greedy_and_sampled(found, jump):
+    jsonschema = pytest.importorskip("jsonschema")
+    engine = Engine(max_len=1024, max_running=40, jump=jump)
+    work = [(schema, temperature) for schema in SCHEMAS for temperature in (0, 1)]
+    prompts = [
+        [{"role": "user", "content": f"Give an example of {json.dumps(schema)}"}]
+        for schema, _ in work
+    ]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, json_schema=schema)
+        for i, (schema, temperature) in enumerate(work)
+    ]
+    outputs = engine.generate(prompts, params)
+    for (schema, _), output in zip(work, outputs):
+        assert output.finish_reason == "stop", (schema, output.text)
+        value = json.loads(output.text)
+        jsonschema.validate(value, schema)
+        if isinstance(value, dict) and "properties" in schema:
+            assert list(value) == list(schema["properties"])
+    assert (sum(output.usage["forced_tokens"] for output in outputs) > 80) == jump
+
+
 # ---------------------------------------------------------------- windows: Gemma 3
 
 

@@ -1114,7 +1114,7 @@ REFUSED = [  # schema, path, keyword
     ({"not": {"additionalProperties": False}}, "#", "not"),
     ({"anyOf": [{"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}]}, "#/anyOf/0", "oneOf"),
     ({"if": {"multipleOf": 2}, "then": {"minimum": 1}}, "#", "if"),
-    ({"type": "array", "not": {"const": [1]}}, "#/not", "const"),
+    ({"type": "array", "not": {"const": [1]}}, "#", "not"),
     ({"$defs": {"a/b": {"$dynamicRef": "#x"}}, "$ref": "#/$defs/a~1b"}, "#/$defs/a~1b", "$dynamicRef"),
     ({"type": "string", "pattern": "(?=a)b"}, "#", "pattern"),
     ({"type": "string", "pattern": "(a)\\1"}, "#", "pattern"),

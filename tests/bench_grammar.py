@@ -14,6 +14,7 @@ refused, and a token that is, are said.
 import json
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import bench_pipe
@@ -57,7 +58,7 @@ def xgrammar(tokens, stop):
     def mask(matcher):
         matcher.fill_next_token_bitmask(row)
 
-    version = f"xgrammar {xgrammar.__version__}"
+    version = f"xgrammar {metadata.version('xgrammar')}"
     return took, version, compile, mask, lambda matcher, token: matcher.accept_token(token)
 
 
@@ -89,7 +90,7 @@ def llguidance(tokens, stop):
     def mask(matcher):
         llguidance.numpy.fill_next_token_bitmask(matcher, row, 0)
 
-    version = f"llguidance {llguidance.__version__}"
+    version = f"llguidance {metadata.version('llguidance')}"
     return took, version, compile, mask, lambda matcher, token: matcher.consume_token(token)
 
 

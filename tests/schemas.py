@@ -67,6 +67,7 @@ QUOTED = r'"([ !#-\[\]-~]|\\[ -~])*"'
 STRICTER = {
     "email": f"(?a:({ATOM}(\\.{ATOM})*|{QUOTED})@{LABEL}(\\.{LABEL})*)",
     "uuid": "(?i:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})",
+    "hostname": ".*[^.]",
     "duration": "(?!.*Y[0-9]+D)(?!.*H[0-9]+S)[A-Z0-9]*",
 }
 

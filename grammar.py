@@ -2048,7 +2048,7 @@ class Schema:
         cuts = sorted(c for c in cuts if (lo is None or c >= lo) and (hi is None or c <= hi))
         begins = [(lo, lo_open), *((cut, True) for cut in cuts)]
         ends = [*((cut, True) for cut in cuts), (hi, hi_open)]
-        integer, step = step == 1, None if step == 1 else step
+        integer, step = bool(step) and step.denominator == 1, None if step == 1 else step
         texts = alt(
             *(
                 cached(number, lo, hi, lo_open, hi_open, integer, step)

@@ -53,7 +53,8 @@ STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touch
 STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin with one letter
-MASKS = 4096  # masks kept: 25 MB with 49k ids
+MASKS = 4096  # masks kept, and walks, and parts of masks: each 25 MB with 49k ids
+SWEEPS = 32  # walks of counted characters kept: 4 MB each with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
 FEW = 500  # unless so few tokens begin with them
 MANY = 64  # nodes of a frontier that are walked byte by byte
@@ -409,8 +410,9 @@ def rewrite(node: Node, change) -> Node:
 class State:
     """A set of rests: everything that may follow at a point within a rule.
 
-    edges: [(lo, hi, state)], disjoint. calls: [(rule, state to come back to)]. accepts: the rule
-    may end here. Filled in by `Machine.look` when a text first gets here.
+    edges: [(lo, hi, rests)], disjoint. calls: [(rule, state to come back to)]. accepts: the rule
+    may end here. Filled in by `Machine.look` when a text first gets here; what an edge leads to
+    is numbered when a text goes there.
     """
 
     __slots__ = ("rests", "accepts", "edges", "calls", "wide")
@@ -475,7 +477,7 @@ class Machine:
                 else:
                     ranges.append((lo, hi, then))
         state.calls = [(rule, self.state(then)) for rule, then in calls.items()]
-        edges = [(lo, hi, self.state(then)) for lo, hi, then in split(ranges)]
+        edges = split(ranges)
         begin = self.vocabulary.begin
         tokens = sum(begin[hi + 1] - begin[lo] for lo, hi, _ in edges)
         state.wide = tokens > FEW and sum(hi - lo + 1 for lo, hi, _ in edges) > NARROW
@@ -487,7 +489,7 @@ class Machine:
         """The table's rows of these states."""
         for number in set(states[~self.built[states]].tolist()):
             for lo, hi, then in self.look(number).edges:
-                self.table[number, lo : hi + 1] = then
+                self.table[number, lo : hi + 1] = self.state(then)
             self.built[number] = True
 
     # -------------------------------------------------- configurations
@@ -530,7 +532,7 @@ class Machine:
         after = self.steps.get(key)
         if after is None:
             stacks = [
-                (then, frame)
+                (self.state(then), frame)
                 for number, frame in self.configs[config][0]
                 for lo, hi, then in self.look(number).edges
                 if lo <= byte <= hi
@@ -716,10 +718,10 @@ class Machine:
 
     def usual(self, number: int) -> int:
         """The state that most bytes lead to."""
-        sizes = {0: 0}
+        sizes = {frozenset(): 0}
         for lo, hi, then in self.look(number).edges:
             sizes[then] = sizes.get(then, 0) + hi - lo + 1
-        return max(sizes, key=sizes.get)
+        return self.state(max(sizes, key=sizes.get))
 
     def below(self, number: int, frontier: int) -> tuple[np.ndarray, np.ndarray]:
         """All (node, state) below the nodes of a frontier that are in this state."""
@@ -744,6 +746,7 @@ class Machine:
                 wide.setdefault(number, []).append(node)
                 continue
             for lo, hi, then in state.edges:
+                then = self.state(then)
                 for byte in range(lo, hi + 1):
                     child = v.children.get(node << 8 | byte)
                     if child:
@@ -821,9 +824,8 @@ class Machine:
             (rest,) = self.states[home].rests
             inside, todo, clear = set(), [home], True
             while todo and clear:
-                for _, _, then in self.look(todo.pop()).edges:
-                    rests = self.states[then].rests
-                    spine = next(iter(rests))
+                for _, _, rests in self.look(todo.pop()).edges:
+                    then, spine = self.state(rests), next(iter(rests))
                     parts = []
                     while type(spine) is Seq and spine is not rest:
                         parts.append(spine.key[0])
@@ -870,7 +872,7 @@ class Machine:
                 (nodes, states, counts, begun, over),
                 (nodes[over], states[over], counts[over]),
             )
-            self.sweeps[home, frontier] = found
+            keep(self.sweeps, (home, frontier), found, SWEEPS)
         return found
 
 
@@ -887,9 +889,9 @@ def union(masks: list[np.ndarray]) -> np.ndarray:
     return masks[0] if len(masks) == 1 else np.bitwise_or.reduce(masks)
 
 
-def keep(memory: dict, key, value):
+def keep(memory: dict, key, value, most: int = MASKS):
     """Stores a value, in place of the oldest one if the memory is full."""
-    if len(memory) >= MASKS:
+    if len(memory) >= most:
         memory.pop(next(iter(memory)))
     memory[key] = value
     return value
@@ -3408,7 +3410,7 @@ def draw(machine: Machine, rule: Rule) -> list[str]:
     def ways(number: int) -> list[tuple[str, int]]:
         state, found = machine.look(number), {}
         for lo, hi, then in state.edges:
-            found.setdefault(then, []).append(shown(lo, hi))
+            found.setdefault(machine.state(then), []).append(shown(lo, hi))
         calls = sorted((f" <{callee.name}> ", then) for callee, then in state.calls)
         return [("|".join(texts), then) for then, texts in found.items()] + calls
 

@@ -3620,6 +3620,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
+        "        except grammar.SchemaError:  # over a limit: the next mask will say so",
+        "        except ZeroDivisionError:",
+        "a limit of one request's grammar ends all that run",
+        "tests/test_generate.py -k test_a_limit_that_is_met",
+    ),
+    (
+        "generate.py",
+        "        except grammar.SchemaError as error:  # over a limit, in the middle of a text",
+        "        except ZeroDivisionError as error:",
+        "a limit of one request's grammar ends all that run, met by a sampled token",
+        "tests/test_generate.py -k test_a_limit_that_is_met",
+    ),
+    (
+        "generate.py",
         "        stream.told += len(ids)",
         "        stream.told = len(ids)",
         "events tell ids twice",

@@ -95,7 +95,7 @@ class Event:
 class Output:
     """A finished sample. token_ids include the stop id; text includes neither it nor a stop.
 
-    Under a grammar `usage` has more: see Guide.usage.
+    Under a grammar usage and timings have more: see Guide.usage and Guide.timings.
     """
 
     text: str
@@ -1091,8 +1091,11 @@ class Guide:
         if self.matcher is None:
             return []
         began = time.perf_counter()
-        with self.lock:
-            ids = self.matcher.forced(encode)
+        try:
+            with self.lock:
+                ids = self.matcher.forced(encode)
+        except grammar.SchemaError:  # over a limit: the next mask will say so
+            return []
         self.forced_s += time.perf_counter() - began
         return ids
 

@@ -478,8 +478,7 @@ def upload_rows(rows: list, device: torch.device) -> Tensor:
     """The same for K arrays of N int32 words: a tensor (K, N), in one copy."""
     pinned = device.type != "cpu"
     staged = torch.empty(len(rows), len(rows[0]), dtype=torch.int32, pin_memory=pinned)
-    for place, row in zip(staged.numpy(), rows):
-        place[:] = row
+    staged.numpy()[:] = rows
     return staged.to(device, non_blocking=True)
 
 
@@ -1569,7 +1568,7 @@ def allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
     words (K, W) int32: bit i of word w allows id 32 * w + i, V ids rounded up to whole words; its
     row k is for row rows[k] of scores. Rows that are not named have no grammar and stay as they
-    are. Also what that took, (K, 2) float32: the probability of all that was forbidden, and 1
+    are; NaN stays NaN in all. Also what that took, (K, 2) float32: the probability of all that was forbidden, and 1
     where the likeliest id was among it, else 0.
 
     Example: scores ln [.5 .3 .2] and bits 0b110: -inf, ln .3, ln .2; took .5 and 1.
@@ -1586,16 +1585,19 @@ def allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     scores, every = scores.float(), len(rows) == len(scores)
     before = scores if every else scores[rows]
-    # A byte is eight ids: a table of 256 is read faster than bits are shifted.
-    forbidden = F.embedding(words.view(torch.uint8).int(), FORBIDDEN).flatten(1)
-    forbidden = forbidden[:, : scores.shape[1]]
-    after = torch.where(forbidden > 0, -torch.inf, before)
+    # A byte is eight ids: to look them up is faster than to shift bits and to choose by them.
+    eights = words.view(torch.uint8).int()
+    forbidden, bans = (
+        F.embedding(eights, table).flatten(1)[:, : scores.shape[1]] for table in (FORBIDDEN, BANS)
+    )
+    after = before + bans
     mass = torch.linalg.vecdot(before.softmax(-1), forbidden)
     took = torch.stack((mass, (after.amax(-1) < before.amax(-1)).float()), 1)
     return after if every else scores.index_copy(0, rows, after), took
 
 
 FORBIDDEN = 1.0 - (torch.arange(256)[:, None] >> torch.arange(8) & 1)  # of a byte's eight ids
+BANS = torch.where(FORBIDDEN > 0, -torch.inf, 0.0)
 ALLOW = {"BLOCK": 2048, "num_warps": 8}
 
 
@@ -1619,7 +1621,7 @@ def allow_kernel(out, words, rows, took, V, BLOCK: tl.constexpr):
         share = tl.exp(x - best)
         total += tl.sum(share, 0)
         forbidden += tl.sum(tl.where(allowed == 1, 0.0, share), 0)
-        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0))
+        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0) & (x == x))
     tl.store(took + k * 2, forbidden / total)
     tl.store(took + k * 2 + 1, (left < best).to(tl.float32))
 

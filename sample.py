@@ -212,13 +212,13 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list, list, list]:
             where = kernels.upload(drawn, torch.int64, logits.device)
         tokens = _draw(scores[where].float(), [rows[i] for i in drawn])
         chosen[where] = torch.where(chosen[where] < 0, -1, tokens)
-    if masked:
-        chosen = torch.cat((chosen.double(), took.double().flatten()))
-    found = chosen.tolist()  # the one wait for the device
-    ids = [int(i) if i >= 0 else None for i in found[: len(rows)]]
     shares: list[tuple[float, bool] | None] = [None] * len(rows)
-    for i, mass, likeliest in zip(masked, found[len(rows) :: 2], found[len(rows) + 1 :: 2]):
-        shares[i] = mass, likeliest == 1
+    if masked:
+        took = took.to("cpu", non_blocking=True)  # there as soon as the ids are
+    ids = [i if i >= 0 else None for i in chosen.tolist()]  # the one wait for the device
+    if masked:
+        for i, (mass, likeliest) in zip(masked, took.tolist()):
+            shares[i] = mass, likeliest == 1
     return ids, _logprobs(logits, rows, ids), shares
 
 

@@ -55,8 +55,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "sample.py",
-        "        shares[i] = mass, likeliest == 1",
-        "        shares[masked.index(i)] = mass, likeliest == 1",
+        "            shares[i] = mass, likeliest == 1",
+        "            shares[masked.index(i)] = mass, likeliest == 1",
         "what a mask took is told of another row",
         "tests/test_sample.py -k test_a_seeded_row_draws_the_same_alone",
     ),
@@ -3501,6 +3501,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
+        "    after = before + bans",
+        "    after = before.nan_to_num() + bans",
+        "a grammar hides that logits are not finite",
+        "tests/test_kernels.py -k test_a_grammar_does_not_hide_nan",
+    ),
+    (
+        "kernels.py",
         "    mass = torch.linalg.vecdot(before.softmax(-1), forbidden)",
         "    mass = torch.linalg.vecdot(after.softmax(-1), forbidden)",
         "what a mask took is counted after it",
@@ -3522,8 +3529,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        '        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0))',
-        '        tl.store(out + i, float("-inf"), mask=allowed == 0)',
+        '        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0) & (x == x))',
+        '        tl.store(out + i, float("-inf"), mask=(allowed == 0) & (x == x))',
         "in Triton a mask forbids ids of the next row",
         "tests/triton_cases.py -k test_masks_forbid",
     ),
@@ -3610,6 +3617,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "        if False:",
         "5: a stop id that is forced text ends it in the middle",
         "tests/test_generate.py -k test_a_stop_id_that_is_text",
+    ),
+    (
+        "generate.py",
+        "        except grammar.SchemaError:  # over a limit: the next mask will say so",
+        "        except ZeroDivisionError:",
+        "a limit of one request's grammar ends all that run",
+        "tests/test_generate.py -k test_a_limit_that_is_met",
+    ),
+    (
+        "generate.py",
+        "        except grammar.SchemaError as error:  # over a limit, in the middle of a text",
+        "        except ZeroDivisionError as error:",
+        "a limit of one request's grammar ends all that run, met by a sampled token",
+        "tests/test_generate.py -k test_a_limit_that_is_met",
     ),
     (
         "generate.py",

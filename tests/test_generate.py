@@ -1846,10 +1846,10 @@ def test_a_refused_token_ends_its_stream_with_an_error():
 
 
 def test_a_limit_that_is_met_while_a_text_is_read_ends_its_request_only(monkeypatch):
-    engine = build(jump=False)
+    engine = build()
     requests = [engine.add("x", greedy(6, regex="[ab]+")), engine.add("y", greedy(6))]
     engine.step()
-    for name in ("mask", "accept"):
+    for name in ("mask", "accept", "forced"):
         requests.append(engine.add("z", greedy(6, regex="[ab]+")))
         engine.step()
 
@@ -1859,7 +1859,7 @@ def test_a_limit_that_is_met_while_a_text_is_read_ends_its_request_only(monkeypa
         monkeypatch.setattr(requests[-1].stream.guide.matcher, name, refuse)
     run(engine)
     reasons = [request.finish_reason for request in requests]
-    assert reasons == ["length", "length", "error", "error"]
+    assert reasons == ["length", "length", "error", "error", "length"]
     assert "more than 4 meanings" in requests[2].stream.stop_reason
     assert "more than 4 meanings" in requests[3].stream.stop_reason
     check_idle(engine)

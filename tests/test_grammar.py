@@ -312,6 +312,10 @@ def test_a_token_has_to_fit_in_what_a_count_leaves(few, monkeypatch):
     made = matcher(grammar.repeat(letter, 2), text(")"))
     assert then(made) == [*tokens[1:5], *tokens[7:10], *tokens[11:13]]
     assert then(made, 3, 4) == [*tokens[1:10], *tokens[11:13]]
+    made = matcher(grammar.repeat(letter, 6), text(")"))
+    assert then(made) == [*tokens[1:5], *tokens[11:13]], "a letter is missing in the longest"
+    made = matcher(grammar.repeat(grammar.alt(symbol, text("ab")), 2, 3), text(")"))
+    assert then(made) == ["a", "ab", "abcd", "ab)", "abcd)"], "ab is one, or two"
 
 
 def test_the_machine_is_renewed_when_it_is_worn(monkeypatch):

@@ -278,6 +278,15 @@ def test_a_recursive_rule_comes_back_to_where_it_was_called():
     assert matcher.accept(3) and "." not in texts(matcher), "only the rule that was called ends"
 
 
+def test_a_rule_may_end_with_a_call_that_may_be_left_out():
+    pair = Rule("pair", grammar.literal("()"))
+    twice = Rule("twice", grammar.seq(Call(pair), grammar.optional(Call(pair))))
+    matcher = Grammar(words("()", "(", ")", "()()", "()()()"), twice).matcher()
+    assert texts(matcher) == ["()", "(", "()()"] and matcher.accept(0)
+    assert texts(matcher) == ["()", "(", "."] and matcher.accept(0)
+    assert texts(matcher) == ["."] and matcher.finished
+
+
 @WALKS
 def test_a_token_has_to_fit_in_what_a_count_leaves(few, monkeypatch):
     walk_so(monkeypatch, few)
@@ -316,6 +325,15 @@ def test_a_token_has_to_fit_in_what_a_count_leaves(few, monkeypatch):
     assert then(made) == [*tokens[1:5], *tokens[11:13]], "a letter is missing in the longest"
     made = matcher(grammar.repeat(grammar.alt(symbol, text("ab")), 2, 3), text(")"))
     assert then(made) == ["a", "ab", "abcd", "ab)", "abcd)"], "ab is one, or two"
+
+
+def test_a_token_with_too_many_meanings_is_refused(monkeypatch):
+    """A run of "=", each of them read in two ways: 2 ** 64 stacks at its end."""
+    monkeypatch.setattr(grammar, "STACKS", 500)
+    text = 'root ::= "=" s "b" | "=" t "c" | "="\ns ::= root\nt ::= root'
+    matcher = grammar.compile(words("=", "b", "=" * 64), grammar=text).matcher()
+    with pytest.raises(SchemaError, match="meanings"):
+        matcher.mask()
 
 
 def test_the_machine_is_renewed_when_it_is_worn(monkeypatch):

@@ -181,7 +181,7 @@ def test_a_stop_id_with_bytes_is_no_text():
 
 
 def test_a_matcher_may_have_stop_ids_of_its_own():
-    g = grammar.compile(words("a", "b", "c"), choice=["a", "ab", "ca"])
+    g = grammar.compile(words("a", "b", "c"), choice=["a", "ab", "b", "ca"])
     matcher, other = g.matcher(stop_ids=[1]), g.matcher()
     assert allowed(matcher) == [0, 2] and not matcher.accept(1)
     assert matcher.accept(0) and allowed(matcher) == [1, 3], "it is no text there"
@@ -359,6 +359,14 @@ def test_forced_tokens_are_what_can_only_go_one_way():
     assert len(matcher.history) == 1, "forced asks, it does not take"
     assert matcher.accept(7) and matcher.forced(encode) == []
     assert matcher.accept(8) and matcher.forced(encode) == encode("ow")
+
+
+def test_forced_tokens_go_to_the_end_where_no_longer_token_is_allowed():
+    vocabulary = words("a", "b", "c", "d", "e", "f", "bcdez")
+    matcher = grammar.compile(vocabulary, choice=["abcdea", "abcdfb"]).matcher()
+    assert matcher.forced(encoder(vocabulary)) == [0, 1, 2, 3]
+    matcher = grammar.compile(vocabulary, choice=["abcdez", "abcdfb"]).matcher()
+    assert matcher.forced(encoder(vocabulary)) == [0]
 
 
 def test_a_text_that_may_end_is_not_forced_to_go_on():

@@ -573,7 +573,9 @@ def validator(schema):
             base.FORMAT_CHECKER.check(value, name)
             if isinstance(value, str) and name in FORMATS:
                 if "\n" in value or not re.fullmatch(STRICTER.get(name, ".*"), value):
-                    raise jsonschema.exceptions.FormatError(f"{value!r} is not of the format {name}")
+                    raise jsonschema.exceptions.FormatError(
+                        f"{value!r} is not of the format {name}"
+                    )
 
     def multiple_of(self, step, value, schema):
         if self.is_type(value, "number") and Fraction(value) % Fraction(step):

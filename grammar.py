@@ -2089,18 +2089,18 @@ class Schema:
         lo, hi = sizes(parts)
         if hi is not None and hi < lo:
             return EMPTY
-        start = max([1, *(len(part.first) for part in only(parts, Items))])
+        first = max([0, *(len(part.first) for part in only(parts, Items))])
         counts = [part for part in only(parts, Contains) if part.lo or part.hi is not None]
         if only(parts, Unique) and (hi is None or hi > 1):
-            values = self.few(option, hi) if start == 1 and not counts else None
+            values = None if first or counts else self.few(option, hi)
             if values is not None:
                 return self.distinct(values, lo, hi)
             self.refuse(only(parts, Unique)[0].place, "all items before would have to be kept")
         for extra in counts[1:]:
             self.refuse(extra.place, "two of them for one array are not supported")
         if not counts:
-            return self.items(parts, Contains(self.yes, 0, None, ("#", "")), start)
-        return self.items(parts, counts[0], max(start, lo, hi or 0))
+            return self.items(parts, Contains(self.yes, 0, None, ("#", "")), max(first, 1))
+        return self.items(parts, counts[0], max(first, 1, lo, hi or 0))
 
     def items(self, parts, count: Contains, start: int) -> Node:
         """The arrays, from the end on: what may follow i items, of which so many are counted.
@@ -2283,10 +2283,11 @@ SLOTS = {  # white space between two tokens
 
 def formats() -> dict[str, str]:
     """The formats that are enforced, as regular expressions of the whole string."""
+    year = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # 0000 is no date to most
     day, leap = "(0[1-9]|1[0-9]|2[0-8])", "(0[48]|[2468][048]|[13579][26])"
     date = (
-        f"([0-9]{{4}}-((0[1-9]|1[0-2])-{day}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-        f"|([0-9]{{2}}{leap}|([02468][048]|[13579][26])00)-02-29)"
+        f"({year}-((0[1-9]|1[0-2])-{day}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+        f"|([0-9]{{2}}{leap}|{leap}00)-02-29)"
     )
     offset = "[+-]([01][0-9]|2[0-3]):[0-5][0-9]"
     time_ = (

@@ -116,6 +116,7 @@ def test_numbers_have_exact_bounds(schema, good, bad):
         ({"pattern": "\\S"} | STRING, ['" x "'], ['" "', '""']),
         ({"pattern": "^[a-z]+$", "maxLength": 3} | STRING, ['"abc"'], ['"abcd"', '"A"', '""']),
         ({"pattern": "^a", "allOf": [{"pattern": "z$"}]}, ['"az"', '"abz"', "1"], ['"a"', '"z"']),
+        ({"format": "date"}, ['"0001-01-01"', '"0004-02-29"'], ['"0000-01-01"', '"0000-02-29"']),
         ({"format": "date", "pattern": "^2"}, ['"2024-01-31"'], ['"1999-01-31"', '"2024-1-31"']),
         (STRING, ['"I\'m"'], ['"I\\\'m"', '"\\x41"', '"\x00"']),
     ]
@@ -645,6 +646,12 @@ def deep(levels):
         ({"enum": "a"}, "#", "enum", "not a list"),
         ({"uniqueItems": "yes"}, "#", "uniqueItems", "truth value"),
         ({"items": [{}], "prefixItems": [{}]}, "#", "items", "beside prefixItems"),
+        (
+            {"prefixItems": [{"enum": [1, 2]}], "items": {"const": "A"}, "uniqueItems": True},
+            "#",
+            "uniqueItems",
+            "all items",
+        ),
         ({"items": {"pattern": "(?=a)"}}, "#/items", "pattern", "look-ahead"),
         ({"patternProperties": {"\\1": {}}}, "#", "patternProperties", "back reference"),
         ({"$dynamicRef": "#a"}, "#", "$dynamicRef", "not supported"),

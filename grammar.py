@@ -3062,6 +3062,8 @@ class Regex(Reader):
         """The texts of one character: itself, a class, or an escape."""
         if c == ".":
             return symbols(*minus(ANY, [(10, 10), (13, 13), (0x2028, 0x2029)]))
+        if c not in "[\\" and ord(c) < SURROGATES[0][0]:
+            return Symbol(ord(c), ord(c))
         ranges = ((ord(c), ord(c)),)
         if c == "[":
             ranges = self.members()

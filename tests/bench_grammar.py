@@ -6,9 +6,9 @@ and, for octavo, grammar.py. The two others:
     python -m venv masks && . masks/bin/activate
     pip install xgrammar llguidance
 
-A work is a schema and texts as ids; the answer has seconds of this process's one thread: to compile,
-and for every mask, copied to where a batch has it, and every token accepted. A schema that is
-refused, and a token that is, are said.
+A work is a schema and texts as ids; the answer has seconds of this process's one thread: to
+compile, and for every mask, copied to where a batch has it, and every token accepted. A schema
+that is refused, and a token that is, are said.
 """
 
 import json

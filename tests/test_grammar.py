@@ -23,11 +23,20 @@ import pytest
 
 import grammar
 import schemas
-from grammar import EMPTY, Call, Grammar, Rule, SchemaError, Vocabulary
+from grammar import Call, Grammar, Rule, SchemaError, Vocabulary
 
 GOLDEN = Path(__file__).parent / "golden"
 STOP = 256
 BYTES = Vocabulary([*(bytes([i]) for i in range(256)), None], [STOP])
+
+
+def golden(name: str) -> list[dict]:
+    with (GOLDEN / name).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+KEYWORDS, OWN = golden("keywords.jsonl"), golden("schemas.jsonl")
+VERDICTS = golden("verdicts.jsonl")  # python tests/schemas.py
 
 
 # ---------------------------------------------------------------- helpers
@@ -249,7 +258,7 @@ def test_a_choice_is_one_of_the_texts_whole():
     g = grammar.compile(BYTES, choice=["yes", "no", "", "a.c", "\u540d"])
     for text in ("yes", "no", "", "a.c", "\u540d"):
         assert g.accepts(text) and g.accepts(text.encode())
-    for text in ("ye", "yesno", "abc", "YES", " ", "\u540d"[:0] + "\u540e"):
+    for text in ("ye", "yesno", "abc", "YES", " ", "\u540e"):
         assert not g.accepts(text)
 
 
@@ -413,155 +422,16 @@ def encoder(vocabulary):
 # ---------------------------------------------------------------- by hand: JSON
 
 STRING, OBJECT = {"type": "string"}, {"type": "object"}
-SIGNED = "-0 -1 0 7 10 -120 1234567890".split()
-TABLE = [  # schema, texts it accepts, texts it refuses
-    (True, ["null", "[]", "{}", '"x"', "-0.5e-7", '{"a":[{"b":[true,false]}]}'],
-     ["", "nul", "nulll", "[", "[1,]", "[,1]", "{,}", '{"a"}', "{a:1}", "'x'", "01", "1.", ".5", "+1",
-      "NaN", "Infinity", "[] []", "0x1", "1e", "tru"]),
-    ({"type": "null"}, ["null"], ["0", '"null"', "false", "Null"]),
-    ({"type": "boolean"}, ["true", "false"], ["0", "1", '"true"', "True", "null"]),
-    ({"type": "integer"}, SIGNED, ["1.5", "01", "-", "--1", "+1", "0x1", '"1"', "", "1,", "-01", "null"]),
-    ({"type": "number"}, [*SIGNED, "0.5", "-0.0", "1.50", "1e5", "1E+05", "2.5e-3"],
-     ["1.", ".5", "1e", "1e+", "00", "1.2.3", "-", "e5", "1e1.5", '"1"']),
-    (STRING, ['""', '"a"', '"\\u0041"', '"\\n\\t\\r\\b\\f\\/\\\\\\""', '"\u00e9\u540d\U0001f600"', '"\x7f"',
-              '"\\ud83d\\ude00"', '"\\uD83D\\uDE00"', '"/"', "\"'\""],
-     ['"', '"a', "a", '"\n"', '"\t"', '"\x00"', '"\x1f"', '"\\x"', '"\\\'"', '"\\u12"', '"\\u12g4"', '"\\ud83d"',
-      '"\\ude00"', '"\\ud83d\\u0041"', '"\\ud83dx"', '"\\"', "''", '"a""']),
-    ({"type": ["string", "null"]}, ['"a"', "null"], ["1", "[]", "true"]),
-    ({"const": {"a": [1, "x", None], "b": {}}}, ['{"a":[1,"x",null],"b":{}}', '{"a": [1, "x", null], "b": {}}'],
-     ["{}", '{"a":[1,"x"],"b":{}}', '{"a":[1,"x",null]}', '{"a":[1,"x",null],"b":{},"c":1}']),
-    ({"const": 'q"\\\n\u00e9/'}, ['"q\\"\\\\\\n\u00e9/"'], ['"q"', '"q\\"\\\\\\n\u00e8/"', '"q\\"\\\\n\u00e9/"']),
-    ({"enum": [1, "1", None, True, [], {}]}, ["1", '"1"', "null", "true", "[]", "{}"], ["false", "0", "11", '""', "[1]"]),
-    ({"enum": ["a", "ab", "b"], "type": "string"}, ['"a"', '"ab"', '"b"'], ['"abb"', '""', "a"]),
-    ({"enum": ["a", "abc", 3, None], "type": ["string", "null"], "minLength": 2}, ['"abc"', "null"], ['"a"', "3"]),
-    ({"const": 5, "maximum": 5}, ["5"], ["4", "6"]),
-    ({"enum": [1, 2, 3], "exclusiveMinimum": 1}, ["2", "3"], ["1", "4"]),
-    # strings
-    (STRING | {"minLength": 1}, ['"a"', '"\\n"', '"\u00e9"', '"ab"'], ['""']),
-    (STRING | {"maxLength": 2}, ['""', '"ab"', '"\\n\\u0041"', '"\U0001f600\U0001f600"', '"\\ud83d\\ude00a"'],
-     ['"abc"', '"\\n\\n\\n"', '"\\u0041\\u0041\\u0041"', '"\U0001f600\U0001f600\U0001f600"']),
-    (STRING | {"minLength": 2, "maxLength": 3}, ['"ab"', '"abc"', '"\\"\\\\"', '"\u00e9\u540d"'],
-     ['"a"', '"abcd"', '"\\""', '"\U0001f600"', '"\\ud83d\\ude00"']),
-    (STRING | {"maxLength": 0}, ['""'], ['"a"', '"\\n"']),
-    ({"minLength": 2}, ["1", "null", '"ab"', "[]", "{}"], ['"a"', '""']),
-    (STRING | {"pattern": "b"}, ['"b"', '"abc"', '"\\nb"', '"\u00e9b"'], ['"a"', '""', '"B"']),
-    (STRING | {"pattern": "^b"}, ['"b"', '"bc"'], ['"ab"', '""']),
-    (STRING | {"pattern": "b$"}, ['"b"', '"ab"'], ['"bc"', '"b\\n"']),
-    (STRING | {"pattern": "^a|b$"}, ['"ax"', '"xb"', '"a"'], ['"xa"', '"bx"']),
-    (STRING | {"pattern": "^(a|b)$"}, ['"a"', '"b"'], ['"ab"', '"xa"']),
-    (STRING | {"pattern": '^["\\\\]+$'}, ['"\\""', '"\\\\\\""'], ['"a"', '""']),
-    (STRING | {"pattern": "^\\n.$"}, ['"\\na"', '"\\n\u00e9"'], ['"a"', '"\\n"', '"\\n\\n"']),
-    (STRING | {"pattern": "^[\\d\\s]\\w\\W$"}, ['"1a-"', '" _\u00e9"'], ['"aa-"', '"1--"', '"1aa"']),
-    (STRING | {"pattern": "^\\u0041\\x42\\cJ$"}, ['"AB\\n"'], ['"AB"']),
-    (STRING | {"pattern": "^a{2}b{0,1}c{1,}$"}, ['"aac"', '"aabcc"'], ['"abc"', '"aab"', '"aabbc"']),
-    (STRING | {"pattern": "^(?:ab)*?$"}, ['""', '"abab"'], ['"aba"']),
-    (STRING | {"pattern": "^[^a-c]$"}, ['"d"', '"\u00e9"', '"\\n"', '"\\""', '"\U0001f600"'], ['"a"', '""', '"dd"']),
-    (STRING | {"pattern": "^.$"}, ['"a"', '"\U0001f600"', '"\\t"'], ['""', '"\\n"', '"ab"', '"\\r"']),
-    (STRING | {"pattern": "^[a-z]+$", "maxLength": 3}, ['"a"', '"abc"'], ['"abcd"', '""', '"A"']),
-    (STRING | {"pattern": "b", "minLength": 3}, ['"abc"', '"bbb"'], ['"ab"', '"aaa"']),
-    (STRING | {"format": "date"}, ['"2024-02-29"', '"1999-12-31"'],
-     ['"2023-02-29"', '"2024-13-01"', '"2024-04-31"', '"24-1-1"', '"2024-02-30"', '"2024-00-10"', '"2024-01-00"', '""']),
-    (STRING | {"format": "time"}, ['"12:30:00Z"', '"00:00:00.25+05:30"'], ['"24:00:00Z"', '"12:60:00Z"', '"12:30Z"', '"12:30:00"']),
-    (STRING | {"format": "date-time"}, ['"2024-12-31T23:59:59Z"', '"2024-02-29T00:00:00.1-08:00"'],
-     ['"2024-12-31"', '"2024-12-31 23:59:59Z"', '"2023-02-29T00:00:00Z"', '"2024-12-31T23:59:59"']),
-    (STRING | {"format": "duration"}, ['"P3D"', '"PT1H30M"', '"P1Y2M3DT4H5M6S"', '"P2W"'], ['"P"', '"PT"', '"3D"', '"P1S"', '"P1Y2W"']),
-    (STRING | {"format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"', '"ABCDEF01-0000-0000-0000-000000000000"'],
-     ['"123e4567e89b12d3a456426614174000"', '"123e4567-e89b-12d3-a456-42661417400"', '"g23e4567-e89b-12d3-a456-426614174000"']),
-    (STRING | {"format": "ipv4"}, ['"127.0.0.1"', '"255.255.255.255"'], ['"256.0.0.1"', '"1.2.3"', '"1.2.3.4.5"', '"01.2.3.4"']),
-    (STRING | {"format": "ipv6"}, ['"::"', '"::1"', '"1::8"', '"1:2:3:4:5:6:7:8"', '"::ffff:1.2.3.4"'],
-     ['":"', '"1::2::3"', '"1:2:3:4:5:6:7"', '"12345::"', '"1:2:3:4:5:6:7:8:9"']),
-    (STRING | {"format": "email"}, ['"a@b.org"', '"first.last@example.com"'], ['"a"', '"@b.org"', '"a@"', '".a@b.org"']),
-    (STRING | {"format": "hostname"}, ['"example.com"', '"a-b.c"', '"x"'], ['"-a"', '"a-"', '"a..b"', '"a_b"', '""']),
-    (STRING | {"format": "uri"}, ['"http://example.com/p?q#f"', '"urn:isbn:1"'], ['"/p"', '"http://a b"', '"a"', '""']),
-    (STRING | {"format": "date", "maxLength": 10}, ['"2024-02-29"'], ['"2024-02-2"']),
-    ({"format": "date"}, ["1", "null", '"2024-02-29"'], ['"x"']),
-    # numbers
-    ({"type": "integer", "minimum": 0}, ["0", "1", "99", "1000000"], ["-1", "-99"]),
-    ({"type": "integer", "minimum": -5}, ["-5", "-1", "0", "12"], ["-6", "-50", "-"]),
-    ({"type": "integer", "minimum": 3, "maximum": 120}, ["3", "9", "10", "99", "100", "119", "120"],
-     ["2", "121", "0", "-3", "01", "03", "1200", "200"]),
-    ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}, ["4", "5"], ["3", "6", "44"]),
-    ({"type": "integer", "minimum": -12, "maximum": -3}, ["-12", "-10", "-9", "-3"], ["-13", "-2", "0", "-120", "3"]),
-    ({"type": "integer", "minimum": 0.5, "maximum": 2.5}, ["1", "2"], ["0", "3"]),
-    ({"type": "number", "minimum": 1, "maximum": 5}, ["1", "5", "1.0", "4.999", "5.0", "5.00"], ["5.7", "0.99", "5.01", "10", "-1"]),
-    ({"type": "number", "exclusiveMinimum": 0}, ["0.1", "0.0001", "1", "100"], ["0", "0.0", "-0.1", "-0", "0.00"]),
-    ({"type": "number", "exclusiveMaximum": 0}, ["-0.1", "-5"], ["0", "-0", "-0.0", "0.1"]),
-    ({"type": "number", "maximum": 4.5}, ["4.5", "4.50", "-0.0", "-100", "4", "0"], ["4.51", "4.501", "5", "45"]),
-    ({"type": "number", "minimum": -0.25, "maximum": 0.25}, ["-0.25", "0.25", "0", "-0", "0.1"], ["-0.26", "0.251", "1", "-1"]),
-    ({"type": "number", "minimum": 10, "maximum": 10}, ["10", "10.0"], ["1", "100", "10.01", "9.99"]),
-    ({"maximum": 3}, ["3", "-7", '"x"', "null", "[4]"], ["4", "3.5"]),
-    ({"type": "integer", "multipleOf": 7}, ["0", "7", "-14", "49"], ["1", "8", "-13"]),
-    ({"type": "integer", "multipleOf": 5, "minimum": 11, "maximum": 21}, ["15", "20"], ["10", "11", "25", "5"]),
-    ({"type": "number", "multipleOf": 0.01}, ["1", "0.25", "-3.1", "99.99"], ["99.995", "0.001"]),
-    # arrays
-    ({"type": "array", "items": {"type": "integer"}}, ["[]", "[1]", "[1,2,3]"], ["[1.5]", "[,]", "[1 2]", '["1"]', "1"]),
-    ({"type": "array", "minItems": 2, "maxItems": 3, "items": {"const": 1}}, ["[1,1]", "[1,1,1]"], ["[]", "[1]", "[1,1,1,1]", "[1,2]"]),
-    ({"type": "array", "maxItems": 0}, ["[]"], ["[1]", "[null]"]),
-    ({"type": "array", "items": False}, ["[]"], ["[1]"]),
-    ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}]}, ["[]", "[1]", "[1,2]", '[1,2,"x"]'], ["[2]", "[1,1]"]),
-    ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 1}, ["[1]", "[1,2]"], ["[]", "[1,2,3]", "[2]"]),
-    ({"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 2}, ["[]", "[1]", "[1,2]"], ["[1,1]", "[1,2,2]", "[2]"]),
-    ({"minItems": 1}, ["1", "{}", "[0]"], ["[]"]),
-    ({"type": "array", "prefixItems": [{"const": 1}], "maxItems": 1}, ["[]", "[1]"], ["[1,1]", "[2]"]),
-    ({"type": "array", "items": {"type": "array", "items": {"const": 0}, "maxItems": 1}, "maxItems": 2}, ["[[],[0]]"], ["[[0,0]]", "[[],[],[]]"]),
-    # objects
-    (OBJECT, ["{}", '{"a":1}', '{"":{"b":[]}}'], ['{"a"}', "{1:2}", '{"a":1,}', "[]", '{"a":1 "b":2}']),
-    (OBJECT | {"properties": {"a": {"const": 1}, "b": {"const": 2}}}, ["{}", '{"a":1}', '{"b":2}', '{"a":1,"b":2}', '{"c":0}', '{"a":1,"b":2,"c":0}'],
-     ['{"a":2}', '{"b":1}', '{"b":2,"a":2}', '{"a":1,"a":1}', '{"b":2,"a":1}', '{"\\u0061":2}', '{"c":0,"a":2}']),
-    (OBJECT | {"properties": {"a": {"const": 1}}, "additionalProperties": False}, ["{}", '{"a":1}'], ['{"b":1}', '{"a":1,"b":1}', '{"":1}', '{"a":1,}']),
-    (OBJECT | {"properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}}, "required": ["b"], "additionalProperties": False},
-     ['{"b":2}', '{"a":1,"b":2}', '{"b":2,"c":3}', '{"a":1,"b":2,"c":3}'], ["{}", '{"a":1}', '{"a":1,"c":3}', '{,"b":2}', '{"b":2,}']),
-    (OBJECT | {"required": ["z"]}, ['{"z":1}'], ["{}", '{"y":1}']),
-    (OBJECT | {"properties": {"a": {}}, "required": ["a", "z"], "additionalProperties": {"const": 0}}, ['{"a":5,"z":0}', '{"a":5,"z":0,"y":0}'], ['{"a":5}', '{"a":5,"z":1}']),
-    (OBJECT | {"additionalProperties": {"type": "integer"}}, ["{}", '{"x":1,"y":2}'], ['{"x":"1"}', '{"x":null}']),
-    (OBJECT | {"properties": {"a": {}, "ab": {}}, "additionalProperties": {"const": 0}}, ['{"a":1,"ab":2,"abc":0,"b":0}', '{"b":0}', '{"abc":0}'], ['{"abc":1}', '{"b":1}', '{"aa":1}']),
-    (OBJECT | {"properties": {"a": False}}, ["{}", '{"b":1}'], ['{"a":1}']),
-    (OBJECT | {"properties": {'q"': {"const": 1}, "\\": {"const": 2}, "": {"const": 3}, "\u00e9": {"const": 4}}, "additionalProperties": False},
-     ['{"q\\"":1,"\\\\":2,"":3,"\u00e9":4}', '{"":3}'], ['{"q":1}', '{"\\":2}', '{"\u00e8":4}']),
-    (OBJECT | {"patternProperties": {"^x": {"type": "integer"}}}, ["{}", '{"x":1}', '{"xy":1,"y":"z"}'], ['{"x":"z"}', '{"xy":null}']),
-    (OBJECT | {"patternProperties": {"^x": {"type": "integer"}, "y$": {"minimum": 5}}, "additionalProperties": False}, ['{"xa":1}', '{"ay":5}', '{"xy":5}', '{"ay":"s"}'], ['{"xy":4}', '{"xy":"s"}', '{"a":1}']),
-    (OBJECT | {"properties": {"xa": {"minimum": 3}}, "patternProperties": {"^x": {"type": "integer"}}}, ['{"xa":3}', '{"xa":3,"xb":0}'], ['{"xa":2}', '{"xa":3.5}', '{"xb":0.5}']),
-    (OBJECT | {"propertyNames": {"pattern": "^[a-z]+$"}}, ["{}", '{"ab":1}'], ['{"A":1}', '{"":1}']),
-    (OBJECT | {"propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a":1}', '{"b":1}', '{"a":1,"b":1}'], ['{"c":1}', '{"b":1,"b":1}']),
-    (OBJECT | {"minProperties": 1}, ['{"a":1}', '{"a":1,"b":2}'], ["{}"]),
-    (OBJECT | {"minProperties": 2, "maxProperties": 3, "additionalProperties": {"const": 1}}, ['{"a":1,"b":1}', '{"a":1,"b":1,"c":1}'], ["{}", '{"a":1}', '{"a":1,"b":1,"c":1,"d":1}']),
-    (OBJECT | {"maxProperties": 0}, ["{}"], ['{"a":1}']),
-    ({"properties": {"a": {"const": 1}}, "required": ["a"]}, ["3", "null", '[{"a":2}]', '{"a":1}'], ['{"a":2}', "{}"]),
-    # combinations
-    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["1", "null"], ["1.5", '"1"']),
-    ({"type": "integer", "anyOf": [{"maximum": 0}, {"minimum": 10}]}, ["0", "-1", "10"], ["1", "9", "null"]),
-    (OBJECT | {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "additionalProperties": False}, ['{"a":1}', '{"b":1}', '{"a":1,"b":1}'], ["{}"]),
-    ({"allOf": [{"minimum": 1}, {"maximum": 3}], "type": "integer"}, ["1", "3"], ["0", "4"]),
-    ({"allOf": [{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"const": 2}}, "required": ["b"]}]}, ['{"a":1,"b":2}', '{"a":1,"b":2,"c":3}'], ['{"a":1}', '{"b":2}', '{"a":2,"b":2}']),
-    ({"allOf": [{"properties": {"a": {"minimum": 1}}}, {"properties": {"a": {"type": "integer", "maximum": 2}}}], "type": "object"}, ["{}", '{"a":1}', '{"a":2}'], ['{"a":0}', '{"a":3}', '{"a":1.5}']),
-    ({"allOf": [{"type": "object", "properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]}, ["{}", '{"a":1}'], ['{"b":1}', '{"a":1,"b":1}']),
-    ({"allOf": [{"type": "string", "pattern": "a"}, {"pattern": "b"}]}, ['"ab"', '"ba"'], ['"a"', '"b"']),
-    ({"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]}, ["1"], ['"a"', "null"]),
-    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ['"a"', "1"], ["null", "1.5"]),
-    ({"oneOf": [{"properties": {"k": {"const": "alpha"}, "x": {"type": "integer"}}, "required": ["k", "x"], "type": "object"},
-                {"properties": {"k": {"const": "apple"}, "y": {"type": "integer"}}, "required": ["k", "y"], "type": "object"}]},
-     ['{"k":"alpha","x":1}', '{"k":"apple","y":1}'], ['{"k":"alpha","y":1}', '{"k":"apple"}', '{"k":"a"}', '{"x":1}']),
-    # references
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, ["1"], ['"1"']),
-    ({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer"}}}, ["1", "3"], ["4", "2.5"]),
-    ({"$ref": "#/$defs/a~1b~0c%25", "$defs": {"a/b~c%": {"const": 1}}}, ["1"], ["2"]),
-    ({"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"], "additionalProperties": False},
-     ['{"v":1}', '{"v":1,"next":{"v":2,"next":{"v":3}}}'], ["{}", '{"v":1,"next":{}}', '{"v":1,"next":null}']),
-    ({"$ref": "#/definitions/t", "definitions": {"t": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/definitions/t"}}]}}}, ["null", "[]", "[null,[[]]]"], ["[1]", "{}"]),
-    # annotations, and what binds nothing
-    ({"title": "t", "description": "d", "default": 1, "examples": [1], "deprecated": True, "x-note": {"type": "no"}, "$comment": "c", "type": "integer"}, ["1"], ['"1"']),
-    ({"type": "integer", "format": "int64", "minLength": 3, "pattern": "a", "items": False, "required": ["x"]}, ["1"], ['"aaa"']),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: json.dumps(row[0])[:70])
+@pytest.mark.parametrize("row", KEYWORDS, ids=lambda row: json.dumps(row["schema"])[:70])
 def test_a_schema_accepts_and_refuses(row):
-    schema, accepted, refused = row
-    for given in (schema, json.dumps(schema)):
+    """A line of tests/golden/keywords.jsonl, written by hand: a schema, texts, other texts."""
+    for given in (row["schema"], json.dumps(row["schema"])):
         g = grammar.compile(BYTES, json_schema=given)
-        assert g.ignored == []
-        assert [text for text in accepted if not g.accepts(text)] == [], "refused"
-        assert [text for text in refused if g.accepts(text)] == [], "accepted"
+        assert list(g.ignored) == []
+        assert [text for text in row["accepts"] if not g.accepts(text)] == [], "refused"
+        assert [text for text in row["refuses"] if g.accepts(text)] == [], "accepted"
 
 
 def test_between_tokens_there_may_be_one_blank_or_a_line_and_its_indent():
@@ -620,12 +490,24 @@ def test_the_first_key_is_the_first_of_the_schema():
 
 
 def test_what_may_follow_byte_by_byte():
-    kind = {"json_schema": OBJECT | {"properties": {"a": {"type": "integer", "maximum": 12}},
-            "additionalProperties": False}, "whitespace": "compact"}  # fmt: skip
+    kind = {
+        "json_schema": OBJECT
+        | {"properties": {"a": {"type": "integer", "maximum": 12}}, "additionalProperties": False},
+        "whitespace": "compact",
+    }
     for text, follows in {
-        "": b"{", "{": b'"}', '{"': b"a", '{"a': b'"', '{"a"': b":", '{"a":': b"-0123456789",
-        '{"a":1': b".012}", '{"a":2': b".}", '{"a":12': b".}", '{"a":01': None, '{"a":1}': b"\0",
-    }.items():  # fmt: skip
+        "": b"{",
+        "{": b'"}',
+        '{"': b"a",
+        '{"a': b'"',
+        '{"a"': b":",
+        '{"a":': b"-0123456789",
+        '{"a":1': b".012}",
+        '{"a":2': b".}",
+        '{"a":12': b".}",
+        '{"a":01': None,
+        '{"a":1}': b"\0",
+    }.items():
         if follows is None:
             assert not feed(grammar.compile(BYTES, **kind).matcher(), text)
         else:
@@ -825,8 +707,29 @@ def test_gbnf_is_read_as_it_is_meant():
 def random_pattern(rng, depth=3) -> str:
     """A pattern that JavaScript, Python and JSON Schema read alike."""
     if depth == 0:
-        return rng.choice(["a", "b", "ab", "\u00e9", "\U0001f600", '"', "\\\\", "\\n", "\\d", "\\w", ".",
-                           "[ab]", "[^a]", "[a-c\u00e9]", "\\s", "\\S", "[^\"\\\\\\n]", "\\u0062", "/"])  # fmt: skip
+        return rng.choice(
+            [
+                "a",
+                "b",
+                "ab",
+                "\u00e9",
+                "\U0001f600",
+                '"',
+                "\\\\",
+                "\\n",
+                "\\d",
+                "\\w",
+                ".",
+                "[ab]",
+                "[^a]",
+                "[a-c\u00e9]",
+                "\\s",
+                "\\S",
+                '[^"\\\\\\n]',
+                "\\u0062",
+                "/",
+            ]
+        )
     kind = rng.choice(["leaf", "seq", "seq", "alt", "repeat"])
     if kind == "leaf":
         return random_pattern(rng, 0)
@@ -924,14 +827,6 @@ def fits(g, value, tries=3000) -> bool:
     """Whether a value is accepted with its properties in some order."""
     matcher = g.matcher()
     return any(STOP in allowed(matcher) for _ in spellings(matcher, value, [tries]))
-
-
-def golden(name: str) -> list[dict]:
-    with (GOLDEN / name).open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-VERDICTS, OWN = golden("verdicts.jsonl"), golden("schemas.jsonl")
 
 
 def test_random_schemas_have_the_verdicts_of_jsonschema():
@@ -1032,8 +927,28 @@ def json_vocabulary(rng, count) -> Vocabulary:
         at = rng.randrange(len(text))
         pieces[text[at : at + rng.randint(2, rng.choice([4, 12]))]] = None
     tokens = [bytes([i]) for i in range(256)] + list(pieces)
-    tokens += [b'{"', b'":', b'": ', b'", "', b'"},{"', b"}]", b"\n  ", b"true", b"null", b"00", b"e+",
-               b'\\"', b"\\u00", b"\\ud83d", b'"a', b'a"', b" ", b"  ", b'","', b"abc"]  # fmt: skip
+    tokens += [
+        b'{"',
+        b'":',
+        b'": ',
+        b'", "',
+        b'"},{"',
+        b"}]",
+        b"\n  ",
+        b"true",
+        b"null",
+        b"00",
+        b"e+",
+        b'\\"',
+        b"\\u00",
+        b"\\ud83d",
+        b'"a',
+        b'a"',
+        b" ",
+        b"  ",
+        b'","',
+        b"abc",
+    ]
     tokens += [None, b"a", b'"', b"", None]
     rng.shuffle(tokens)
     return Vocabulary([*tokens, None, None], [len(tokens), len(tokens) + 1])
@@ -1179,7 +1094,11 @@ def test_forced_tokens_are_those_of_the_text_whole():
 # ---------------------------------------------------------------- the door
 
 REFUSED = [  # schema, path, keyword
-    ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a", "uniqueItems"),
+    (
+        {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+        "#/properties/a",
+        "uniqueItems",
+    ),
     ({"contains": {"const": 1}, "allOf": [{"contains": {"const": 2}}]}, "#/allOf/0", "contains"),
     ({"items": {"not": {"multipleOf": 2}}}, "#/items", "not"),
     ({"not": {"items": {"type": "null"}, "prefixItems": [True]}}, "#", "not"),
@@ -1187,7 +1106,11 @@ REFUSED = [  # schema, path, keyword
     ({"anyOf": [{"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}]}, "#/anyOf/0", "oneOf"),
     ({"if": {"multipleOf": 2}, "then": {"minimum": 1}}, "#", "if"),
     ({"type": "array", "not": {"const": [1]}}, "#", "not"),
-    ({"$defs": {"a/b": {"$dynamicRef": "#x"}}, "$ref": "#/$defs/a~1b"}, "#/$defs/a~1b", "$dynamicRef"),
+    (
+        {"$defs": {"a/b": {"$dynamicRef": "#x"}}, "$ref": "#/$defs/a~1b"},
+        "#/$defs/a~1b",
+        "$dynamicRef",
+    ),
     ({"type": "string", "pattern": "(?=a)b"}, "#", "pattern"),
     ({"type": "string", "pattern": "(a)\\1"}, "#", "pattern"),
     ({"type": "string", "pattern": "\\bword"}, "#", "pattern"),
@@ -1209,7 +1132,7 @@ REFUSED = [  # schema, path, keyword
     ({"anyOf": []}, "#", "anyOf"),
     ({"type": "number", "multipleOf": 0}, "#", "multipleOf"),
     ({"type": "number", "minimum": "1"}, "#", "minimum"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: json.dumps(row[0])[:60])
@@ -1240,14 +1163,18 @@ NOTHING = [
     {"type": "object", "required": ["a"], "additionalProperties": False},
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    {"$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}]}},
-     "$ref": "#/$defs/a"},
+    {
+        "$defs": {
+            "a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}]}
+        },
+        "$ref": "#/$defs/a",
+    },
     {"allOf": [{"type": "string"}, {"type": "integer"}]},
     {"const": 1, "type": "string"},
     {"enum": [1, 2], "minimum": 3},
     {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "^b"}]},
     {"type": "object", "minProperties": 1, "additionalProperties": False},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("schema", NOTHING, ids=lambda schema: json.dumps(schema)[:70])
@@ -1273,11 +1200,19 @@ def test_a_part_that_accepts_nothing_is_no_way_to_go():
     assert next_bytes("", grammar='root ::= "a" | "b" x\nx ::= "c" x') == b"a"
 
 
-@pytest.mark.parametrize("schema", [
-    {"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-    {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-], ids=lambda schema: json.dumps(schema)[:60])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}},
+            "$ref": "#/$defs/a",
+        },
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)
 def test_a_reference_without_content_is_refused(schema):
     with pytest.raises(SchemaError):
         grammar.compile(BYTES, json_schema=schema)
@@ -1287,8 +1222,12 @@ def test_schemas_over_the_budget_are_refused_in_seconds():
     deep = {}
     for _ in range(5000):
         deep = {"items": deep}
-    wide = {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"const": j}}} for j in range(8)]}
-                      for i in range(12)]}  # fmt: skip
+    wide = {
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{i}{j}": {"const": j}}} for j in range(8)]}
+            for i in range(12)
+        ]
+    }
     doubled = {"$defs": {"d0": {"type": "string"}}, "$ref": "#/$defs/d40"}
     for i in range(40):
         two = [{"properties": {f"{side}": {"$ref": f"#/$defs/d{i}"}}} for side in "lr"]
@@ -1301,10 +1240,17 @@ def test_schemas_over_the_budget_are_refused_in_seconds():
     assert grammar.compile(BYTES, json_schema=doubled).accepts("{}"), "rules are shared"
 
 
-@pytest.mark.parametrize("text", [
-    'root ::= root "a" | "b"', 'root ::= e\ne ::= e "+" e | "1"', 'root ::= x? root | "a"\nx ::= "x"',
-    'root ::= a\na ::= b "x"\nb ::= a "y" | "z"', "root ::= root",
-], ids=lambda text: text[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= root "a" | "b"',
+        'root ::= e\ne ::= e "+" e | "1"',
+        'root ::= x? root | "a"\nx ::= "x"',
+        'root ::= a\na ::= b "x"\nb ::= a "y" | "z"',
+        "root ::= root",
+    ],
+    ids=lambda text: text[:40],
+)
 def test_left_recursion_is_rewritten_or_refused(text):
     started = time.process_time()
     try:
@@ -1419,9 +1365,15 @@ def test_a_literal_is_spelled_as_people_do():
 
 def test_anyof_of_constants_that_begin_alike_can_all_be_finished():
     """lattice 310: the mask allowed a byte, then everything was refused."""
-    branches = [OBJECT | {"properties": {"t": {"const": kind}, name: {"type": "integer"}},
-                "required": ["t", name], "additionalProperties": False}
-                for kind, name in (("alpha", "x"), ("apple", "y"), ("al", "z"))]  # fmt: skip
+    branches = [
+        OBJECT
+        | {
+            "properties": {"t": {"const": kind}, name: {"type": "integer"}},
+            "required": ["t", name],
+            "additionalProperties": False,
+        }
+        for kind, name in (("alpha", "x"), ("apple", "y"), ("al", "z"))
+    ]
     g = grammar.compile(BYTES, json_schema={"anyOf": branches})
     for kind, name in (("alpha", "x"), ("apple", "y"), ("al", "z")):
         assert g.accepts(f'{{"t":"{kind}","{name}":1}}')
@@ -1448,13 +1400,19 @@ def test_long_texts_and_many_items_compile_in_milliseconds():
     for schema, inside in (
         (STRING | {"maxLength": 100_000}, '"' + "x" * 300),
         (STRING | {"minLength": 50_000, "maxLength": 100_000}, '"' + "x" * 300),
-        ({"type": "array", "items": {"type": "integer"}, "maxItems": 30_000}, "[" + "1," * 1_000 + "1"),
-        ({"type": "array", "items": {"type": "integer"}, "minItems": 10, "maxItems": 1_000}, "[" + "1," * 30 + "1"),
+        (
+            {"type": "array", "items": {"type": "integer"}, "maxItems": 30_000},
+            "[" + "1," * 1_000 + "1",
+        ),
+        (
+            {"type": "array", "items": {"type": "integer"}, "minItems": 10, "maxItems": 1_000},
+            "[" + "1," * 30 + "1",
+        ),
         (STRING | {"pattern": "^[a-z ]{1,2000}$"}, '"' + "x" * 300),
         (STRING | {"pattern": "^[a-z]+( [a-z]+)*$", "maxLength": 1000}, '"' + "xy " * 100 + "x"),
         (many, '{"p0":"a"'),
         ({"enum": [f"value {i}" for i in range(500)]}, '"value 1'),
-    ):  # fmt: skip
+    ):
         started = time.process_time()
         matcher = grammar.compile(BYTES, json_schema=schema).matcher()
         assert time.process_time() - started < 10, schema
@@ -1466,7 +1424,11 @@ def test_long_texts_and_many_items_compile_in_milliseconds():
         BYTES, json_schema={"type": "array", "minItems": 3_000, "maxItems": 3_001}
     )
     assert [items.accepts(f"[{','.join('1' * n)}]") for n in (2_999, 3_000, 3_001, 3_002)] == [
-        False, True, True, False]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 # ---------------------------------------------------------------- schemas of a folder

@@ -42,7 +42,7 @@ from functools import cache, lru_cache, reduce
 from itertools import combinations
 from os.path import commonprefix
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin
 from weakref import WeakValueDictionary
@@ -1524,7 +1524,7 @@ class Schema:
         self.lenient, self.slot = lenient, SLOTS[whitespace]
         self.comma = seq(literal(","), self.slot)
         self.colon = seq(self.slot, literal(":"), self.slot)
-        self.deadline = perf_counter() + COMPILE_S
+        self.deadline = thread_time() + COMPILE_S
         self.ignored: dict[str, None] = {}
         self.subs: dict[tuple, Sub] = {}
         self.bases: dict[int, str] = {}  # id of a schema's dictionary -> its URI
@@ -1549,7 +1549,7 @@ class Schema:
         return root
 
     def tick(self) -> None:
-        if perf_counter() > self.deadline:
+        if thread_time() > self.deadline:
             raise SchemaError("#", "", f"it takes more than {COMPILE_S:g} s to compile")
 
     def refuse(self, place: tuple[str, str], reason: str) -> None:
@@ -1736,7 +1736,7 @@ class Schema:
                 else:
                     needs = of(keyword, name)
                 absent = self.without(ANYTHING, there, place)
-                yield keyword, absent + self.product(there, needs, place)
+                yield keyword, absent + self.product(needs, there, place)
 
     def product(self, one, other, place: tuple[str, str]) -> tuple[Typed, ...]:
         """The alternatives that meet one of each."""
@@ -2737,7 +2737,7 @@ def determine(patterns: tuple[Node, ...]) -> tuple[list[list], list[frozenset]]:
     """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest)."""
     start = frozenset(enumerate(patterns))
     numbers, states, moves = {start: 0}, [start], []
-    deadline = perf_counter() + COMPILE_S
+    deadline = thread_time() + COMPILE_S
     for state in states:  # grows on the way
         found: dict[int, list] = {}
         edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
@@ -2749,7 +2749,7 @@ def determine(patterns: tuple[Node, ...]) -> tuple[list[list], list[frozenset]]:
                 states.append(then)
             found.setdefault(number, []).append((lo, hi))
         moves.append([(merged(ranges), number) for number, ranges in found.items()])
-        if len(states) > DFA_STATES or perf_counter() > deadline:
+        if len(states) > DFA_STATES or thread_time() > deadline:
             limit = f"{COMPILE_S} s" if len(states) <= DFA_STATES else f"{DFA_STATES} states"
             reason = f"with lengths, names or other patterns it needs more than {limit}"
             raise SchemaError("#", "pattern", reason)

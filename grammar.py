@@ -53,6 +53,7 @@ STATES = 1 << 17  # most states of a machine; a row of its table is 1 KiB, touch
 STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin with one letter
+BRANCHES = 1 << 17  # most of what may follow a state: a symbol and a rest each
 MASKS = 4096  # masks kept, and walks, and parts of masks: each 25 MB with 49k ids
 SWEEPS = 32  # walks of counted characters kept: 4 MB each with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
@@ -60,7 +61,8 @@ FEW = 500  # unless so few tokens begin with them
 MANY = 64  # nodes of a frontier that are walked byte by byte
 PATCHES = 256  # most nodes at which a state differs from its usual one
 INFINITE = 1 << 30  # characters
-COMPILE_S = 2.0  # longest compilation
+COMPILE_S = 2.0  # longest compilation, in seconds of this thread: a busy machine refuses nothing
+MASK_S = 2.0  # longest mask
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
 CELLS = 1 << 25  # bytes of a table of lengths
 NESTED = 64  # groups
@@ -476,6 +478,8 @@ class Machine:
                     calls.setdefault(lo, set()).add(then)
                 else:
                     ranges.append((lo, hi, then))
+            if len(ranges) > BRANCHES:
+                raise SchemaError("#", "", f"the text can go on in more than {BRANCHES} ways")
         state.calls = [(rule, self.state(then)) for rule, then in calls.items()]
         edges = split(ranges)
         begin = self.vocabulary.begin
@@ -587,12 +591,15 @@ class Machine:
         mask = self.masks.get(config)
         if mask is None:
             stacks, ends = self.configs[config]
-            parts = [self.part(*stack) for stack in stacks] + [self.stop] * ends
+            until = thread_time() + MASK_S
+            parts = [self.part(*stack, until) for stack in stacks] + [self.stop] * ends
             keep(self.masks, config, union(parts or [self.none]))
         return self.masks[config]
 
-    def part(self, number: int, frame: int) -> np.ndarray:
-        """Ids allowed at one stack: those that end within the rule, or after it, or in a callee."""
+    def part(self, number: int, frame: int, until: float) -> np.ndarray:
+        """Ids allowed at one stack: those that end within the rule, or after it, or in a callee.
+
+        until: a time of this thread, at which it is given up."""
         number = self.clamp(number)
         mask = self.parts.get((number, frame))
         if mask is not None:
@@ -613,6 +620,8 @@ class Machine:
                     todo.append(stack)
             if len(seen) > STACKS:
                 raise SchemaError("#", "", f"a token has more than {STACKS} meanings at once")
+            if thread_time() > until:
+                raise SchemaError("#", "", f"it takes more than {MASK_S:g} s to find a mask")
         return keep(self.parts, (number, frame), union(masks))
 
     def clamp(self, number: int, frontier: int = 0) -> int:
@@ -851,8 +860,8 @@ class Machine:
         """`sweep` of a state without counts, and how many characters were begun at each node.
 
         Returns that number for each id (from the root; too large for all that do not end within
-        characters); (nodes, states, characters ended, characters begun, whether it is in the rest) of all nodes;
-        and the first three of the nodes in the rest.
+        characters); (nodes, states, characters ended, characters begun, whether it is in the rest)
+        of all nodes; and the first three of the nodes in the rest.
         """
         found = self.sweeps.get((home, frontier))
         if found is None:
@@ -1158,8 +1167,11 @@ def compile(
 
 
 def choices(choice) -> Node:
-    if isinstance(choice, str) or not choice or not all(isinstance(c, str) for c in choice):
-        raise SchemaError("choice", "", "a list of texts is needed, not empty")
+    if not isinstance(choice, (list, tuple)) or not choice:
+        raise SchemaError("choice", "", f"a list of texts is needed, not {repr(choice)[:80]}")
+    for text in choice:
+        if not isinstance(text, str):
+            raise SchemaError("choice", "", f"{repr(text)[:80]} is not a string")
     try:
         return texts([c.encode() for c in dict.fromkeys(choice)])
     except UnicodeEncodeError:
@@ -1572,7 +1584,8 @@ class Schema:
             near = ascii(text[max(error.start - 20, 0) : error.end])
             raise SchemaError("#", "", f"half of a surrogate pair is no text: {near}") from None
         except (TypeError, ValueError) as error:
-            raise SchemaError("#", "", f"it is not JSON: {error}") from None
+            given = f" in {source[:40]!r}" if isinstance(source, str) else ""
+            raise SchemaError("#", "", f"it is not JSON: {error}{given}") from None
         if size > SCHEMA_BYTES:
             raise SchemaError("#", "", f"{size} bytes are more than {SCHEMA_BYTES}")
         raw = json.loads(text)
@@ -1607,7 +1620,8 @@ class Schema:
         """Notes the names of a schema; returns its URI."""
         name = raw.get("id" if self.old == "draft-04" else "$id")
         if isinstance(name, str) and not (self.old and "$ref" in raw):
-            base, anchor = (base, name) if name[:1] == "#" else (urljoin(base, name), "")
+            local = name.startswith("#")
+            base, anchor = (base, name) if local else (joined_uri(base, name, (path, "$id")), "")
             base = base.removesuffix("#")
             self.places[base + anchor] = raw, path
         for keyword in raw.keys() & {"$anchor", "$dynamicAnchor"}:
@@ -1639,7 +1653,7 @@ class Schema:
         """What `$ref` names."""
         reference, place = sub.raw["$ref"], (sub.path, "$ref")
         local = reference.startswith("#")
-        uri = sub.base + reference if local else urljoin(sub.base, reference)
+        uri = sub.base + reference if local else joined_uri(sub.base, reference, place)
         base, _, fragment = uri.partition("#")
         fragment = unquote(fragment)
         if base not in self.places:
@@ -1651,7 +1665,7 @@ class Schema:
             key = key.replace("~1", "/").replace("~0", "~")
             base = self.bases.get(id(raw), base)
             if isinstance(raw, list):
-                raw = dict(enumerate(raw)).get(int(key) if key.isdecimal() else None)
+                raw = {str(i): item for i, item in enumerate(raw)}.get(key)
             else:
                 raw = raw.get(key) if isinstance(raw, dict) else None
             path = f"{path}/{step(key)}"
@@ -1996,7 +2010,10 @@ class Schema:
                     self.queue.append((self.rules[options], options))
                 self.values[subs] = Call(self.rules[options])
             else:
-                self.values[subs] = self.rule(alt(*(self.text(o, name) for o in options)), name)
+                texts = alt(*(self.text(o, name) for o in options))
+                one = len(options) == 1 and len(self.listed(options[0]) or ()) == 1
+                # A constant is no call: what it tells apart, such as tools, stays one stack.
+                self.values[subs] = texts if one else self.rule(texts, name)
         return self.values[subs]
 
     def rule(self, texts: Node, name: str) -> Node:
@@ -2257,6 +2274,15 @@ def common_multiple(a: Fraction | None, b: Fraction) -> Fraction:
     return Fraction(lcm, a.denominator * b.denominator)
 
 
+def joined_uri(base: str, reference: str, place: tuple[str, str]) -> str:
+    try:
+        return urljoin(base, reference)
+    except ValueError as error:
+        raise SchemaError(
+            *place, f"no URI of {base[:80]!r} and {reference[:80]!r}: {error}"
+        ) from None
+
+
 def step(key) -> str:
     """A step of a JSON pointer."""
     return str(key).replace("~", "~0").replace("/", "~1")
@@ -2377,8 +2403,8 @@ def number(
         3.      0              0
 
     Beside a bound an exponent is taken where json.dumps writes one (1e-07, but not 7e-1) and all
-    digits before it are inside by themselves, beside `multiple` never. A text that double precision reads as an open bound is outside: nothing
-    below 1 begins with 0.99999999999999999.
+    digits before it are inside by themselves, beside `multiple` never. A text that double
+    precision reads as an open bound is outside: nothing below 1 begins with 0.99999999999999999.
     """
     given = [Fraction(x) for x in (lo, hi, multiple) if x is not None]
     if not given:

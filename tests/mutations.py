@@ -3389,6 +3389,27 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        "            if len(ranges) > BRANCHES:",
+        "            if len(ranges) > BRANCHES * BRANCHES:",
+        "a state may go on in any number of ways",
+        "tests/test_grammar_parts.py -k too_many_ways_on",
+    ),
+    (
+        "grammar.py",
+        "            if thread_time() > until:",
+        "            if thread_time() > until + 99:",
+        "a mask takes as long as it takes",
+        "tests/test_grammar_parts.py -k a_mask_has_a_time_limit",
+    ),
+    (
+        "grammar.py",
+        "                self.values[subs] = texts if one else self.rule(texts, name)",
+        "                self.values[subs] = self.rule(texts, name)",
+        "a constant is a call",
+        "tests/test_grammar_schema.py -k told_apart_by_a_constant",
+    ),
+    (
+        "grammar.py",
         "    first = lo // unit + 1 if lo_open else -(-lo // unit)",
         "    first = lo // unit if lo_open else -(-lo // unit)",
         "an open lower bound is inside",

@@ -622,6 +622,33 @@ def test_a_rule_with_too_many_readings_of_a_text_stops(monkeypatch):
         made.accepts("a" * 60)
 
 
+def test_a_state_with_too_many_ways_on_stops():
+    """Hundreds of parts that may be left out, each: a mask once took more than 12 s."""
+    made = grammar.compile(BYTES, regex="[a-z]?" * 2000)
+    with pytest.raises(SchemaError, match="more than 131072 ways"):
+        made.accepts("a")
+
+
+def test_a_mask_has_a_time_limit(monkeypatch):
+    matcher = grammar.compile(BYTES, regex="a").matcher()
+    monkeypatch.setattr(grammar, "MASK_S", -1.0)
+    with pytest.raises(SchemaError, match="to find a mask"):
+        matcher.mask()
+    monkeypatch.undo()
+    assert matcher.mask()[97 // 32] == 1 << 97 % 32, "nothing wrong was kept"
+
+
+@pytest.mark.parametrize("given", [5, "ab", {"a": 1}, [], (c for c in "ab")])
+def test_a_choice_that_is_no_list_is_refused(given):
+    with pytest.raises(SchemaError, match="choice: a list of texts is needed, not"):
+        grammar.compile(BYTES, choice=given)
+
+
+def test_a_choice_of_something_else_is_refused_by_its_value():
+    with pytest.raises(SchemaError, match="choice: 1 is not a string"):
+        grammar.compile(BYTES, choice=["a", 1])
+
+
 def test_a_length_beside_names_takes_no_surrogates():
     """Half of a pair, as three bytes, once passed as a character of a string with a length."""
     made = grammar.compile(BYTES, json_schema={"not": {"enum": ["a"]}, "minLength": 1})

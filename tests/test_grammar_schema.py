@@ -728,6 +728,29 @@ def test_what_is_not_enforced_is_refused_by_name(schema, path, keyword, reason):
     assert time.process_time() - begin < 10
 
 
+@pytest.mark.parametrize(
+    "schema, place",
+    [
+        ({"allOf": [STRING], "$ref": "#/allOf/" + "9" * 5000}, "#/$ref"),
+        ({"$id": "http://x", "items": {"$id": "//["}}, "#/items/$id"),
+        ({"$id": "http://x", "$ref": "//["}, "#/$ref"),
+        ("person.json", "person.json"),
+    ],
+    ids=["an index with many digits", "a bad $id", "a bad $ref", "a file's name"],
+)
+def test_what_the_standard_library_refuses_is_refused_by_place(schema, place):
+    with pytest.raises(SchemaError, match=place.replace("$", r"\$")):
+        compiled(schema)
+
+
+def test_many_objects_told_apart_by_a_constant_are_one_stack(monkeypatch):
+    """A call for each of 250 tools once had more meanings than a mask follows."""
+    monkeypatch.setattr(grammar, "STACKS", 64)
+    tools = [obj(["name", "x"], name={"const": f"tool {i}"}, x=INTEGER) for i in range(99)]
+    text = '{"name":"tool 42","x":1}'
+    assert_reads({"anyOf": tools}, [text], [text.replace("42", "99")])
+
+
 def test_a_compilation_has_a_time_limit(monkeypatch):
     monkeypatch.setattr(grammar, "COMPILE_S", -1.0)
     with pytest.raises(SchemaError, match="takes more than"):

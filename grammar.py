@@ -1012,10 +1012,11 @@ class Matcher:
         except UnicodeDecodeError as error:  # cut off within a character, at the end or before
             whole = text[: error.start].decode()
         ids = list(encode(whole)) if whole else []
-        if None in [tokens[i] for i in ids] or b"".join(tokens[i] for i in ids) != whole.encode():
-            return []  # a tokenizer that adds to the text
+        data = [tokens[i] if i < len(tokens) else None for i in ids]
+        if None in data or b"".join(data) != whole.encode():
+            return []  # a tokenizer that adds to the text, or has more ids than there are logits
         for cut in range(max(len(ids) - HEALED, 0), len(ids)):
-            head = b"".join(tokens[i] for i in ids[:cut])
+            head = b"".join(data[:cut])
             tail = whole.encode()[len(head) :]
             if machine.extends(tail, machine.run(whole.encode(), self.history[-1])):
                 return ids[:cut]

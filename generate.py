@@ -412,13 +412,18 @@ class Engine:
         return []
 
     def _event(self, request: Request) -> Event:
-        """The text and ids since the last one."""
-        stream = request.stream
-        text = stream.take(final=request.finish_reason is not None)
-        ids = request.tokens[request.prompt_tokens + stream.told :]
+        """The text and ids since the last one.
+
+        What is forced before anything is sampled comes with the first token that is: there is no
+        answer before its prompt has been computed."""
+        stream, final = request.stream, request.finish_reason is not None
+        text, ids, begun = "", [], "first token" in request.stamps
+        if begun or final:
+            text = stream.take(final)
+            ids = request.tokens[request.prompt_tokens + stream.told :]
         stream.told += len(ids)
         now = time.perf_counter()
-        if ids:
+        if begun and ids:
             request.stamps.setdefault("detokenised", now)
         if request.finish_reason is not None:
             request.stamps["released"] = now
@@ -463,7 +468,7 @@ class Engine:
         ids = self._ids(prompt, template, stamps)
         stamps["tokenised"] = time.perf_counter()
         self._check_prompt(ids)
-        guide = self._guide(params, stamps)
+        guide = self._guide(params, stamps, ids)
         with self.queue_lock:
             seed = mix(self.seed, self.next_id) if params.seed is None else params.seed
             request = Request(
@@ -499,7 +504,7 @@ class Engine:
         except TypeError:
             raise ValueError(f"prompt {str(prompt)[:60]!r} is not text, token ids or messages")
 
-    def _guide(self, params: SamplingParams, stamps: dict) -> "Guide | None":
+    def _guide(self, params: SamplingParams, stamps: dict, prompt=()) -> "Guide | None":
         """What keeps a request to its grammar, which is compiled here."""
         if not params.constraint:
             return None
@@ -513,9 +518,21 @@ class Engine:
                 raise ValueError(f"think_end {start!r} is not one token here")
             start = ids[0]
         stops = self._stops_of(params)
+        if start in stops:
+            raise ValueError(f"think_end {params.think_end!r} is a stop id: nothing comes after it")
+        if start is not None and self._thought(prompt, start):
+            start = None
         guide = Guide(self.grammars.lock, *self.grammars.compiled(params, stops), start)
         stamps["compiled"] = time.perf_counter()
         return guide
+
+    def _thought(self, prompt, end: int) -> bool:
+        """Whether a prompt ends with this token and white space: so do templates that are told
+        to leave thinking out, and nothing would end it once more."""
+        for token in reversed(prompt):
+            if token == end or not self.bytes_of(token).isspace():
+                return token == end
+        return False
 
     def abort(self, request: Request):
         """End a request and all samples of its prompt; what it held is free at once.
@@ -1050,12 +1067,16 @@ class Guide:
 
     def __init__(self, lock, compiled: grammar.Grammar, timings: dict, start: int | None = None):
         self.lock, self.compiled, self.spent, self.start = lock, compiled, timings, start
-        self.matcher = compiled.matcher() if start is None else None
+        self.matcher = self._matcher() if start is None else None
         self.refusal: str | None = None  # why a token was not accepted
         self.forced_tokens = self.changed = 0
         self.mask_s = self.forced_s = 0.0
         self.taken: list[float] = []  # probability that each mask took
         self.worst = (0.0, 0)  # the largest of these, and the index of its token
+
+    def _matcher(self) -> grammar.Matcher:
+        with self.lock:  # it may need a new machine
+            return self.compiled.matcher()
 
     def anew(self) -> "Guide":
         """The same for another sample, from the beginning."""
@@ -1075,7 +1096,7 @@ class Guide:
         """Go on by a token, or say in `refusal` why not."""
         if self.matcher is None:
             if token == self.start:
-                self.matcher = self.compiled.matcher()
+                self.matcher = self._matcher()
             return True
         try:
             with self.lock:
@@ -1106,7 +1127,8 @@ class Guide:
 
     @property
     def stuck(self) -> bool:
-        return self.matcher is not None and not self.matcher.mask().any()
+        words = self.mask()
+        return words is not None and not words.any()
 
     def count(self, mass: float, likeliest: bool, index: int):
         """What the mask took before token `index` of the output: see sample.sample."""

@@ -2415,7 +2415,7 @@ def _take_grammar(entry: dict):
     found += [(STRUCTURES[name], outputs.pop(name)) for name in STRUCTURES if name in outputs]
     if kind == "json_schema":
         inner = _object(form, "json_schema")
-        if "schema" not in inner:
+        if inner.get("schema") is None:
             raise ValueError("response_format json_schema has no schema")
         found.append(("json_schema", inner["schema"]))
     elif kind not in ("text", "json_object"):
@@ -2556,6 +2556,7 @@ class Batch:
         self.stopped = False
         self.times: list[dict[str, float]] = []
         self.guided: list[tuple[dict, dict]] = []  # usage and times of those with a grammar
+        self.compile_s = 0.0  # of a request once, not of each of its samples
         self.waits: dict[str, int] = {}
         self.started = time.perf_counter()
 
@@ -2621,6 +2622,7 @@ class Batch:
             write(result(self.engine, job, outputs))
         self.times += [output.timings for output in outputs]
         self.guided += [(one.usage, one.timings) for one in outputs if "masks" in one.usage]
+        self.compile_s += outputs[0].timings.get("compile_s", 0)
         for reason, steps in request.waits.items():
             self.waits[reason] = self.waits.get(reason, 0) + steps
 
@@ -2652,11 +2654,10 @@ class Batch:
             masks, forced = (
                 sum(usage[name] for usage, _ in self.guided) for name in ("masks", "forced_tokens")
             )
-            compile_s, mask_s = (
-                sum(times[name] for _, times in self.guided) for name in ("compile_s", "mask_s")
-            )
+            mask_s = sum(times["mask_s"] for _, times in self.guided)
             lines.append(
-                f"grammars  of {len(self.guided):,} answers: compiled in {1e3 * compile_s:,.1f} ms,"
+                f"grammars  of {len(self.guided):,} answers:"
+                f" compiled in {1e3 * self.compile_s:,.1f} ms,"
                 f" {masks:,} masks in {1e3 * mask_s:,.1f} ms; {forced:,} tokens forced"
             )
         for title, name in (

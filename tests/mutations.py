@@ -3683,6 +3683,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
+        '        if inner.get("schema") is None:',
+        '        if "schema" not in inner:',
+        "5: a schema that is null leaves the answer free",
+        "tests/test_prompts.py -k test_a_line_that_cannot_be_read",
+    ),
+    (
+        "generate.py",
+        '        self.compile_s += outputs[0].timings.get("compile_s", 0)',
+        '        self.compile_s += sum(each.timings.get("compile_s", 0) for each in outputs)',
+        "a compilation is counted for each sample",
+        "tests/test_prompts.py -k test_a_grammar_that_many_samples_follow",
+    ),
+    (
+        "generate.py",
         "        if start is not None and self._thought(prompt, start):",
         "        if False:",
         "5: thinking that the prompt has ended is waited for: the answer is free",

@@ -3529,9 +3529,16 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        '        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0) & (x == x))',
-        '        tl.store(out + i, float("-inf"), mask=(allowed == 0) & (x == x))',
+        '        tl.store(out + i, x + float("-inf"), mask=(i < V) & (allowed == 0))',
+        '        tl.store(out + i, x + float("-inf"), mask=allowed == 0)',
         "in Triton a mask forbids ids of the next row",
+        "tests/triton_cases.py -k test_masks_forbid",
+    ),
+    (
+        "kernels.py",
+        '        tl.store(out + i, x + float("-inf"), mask=(i < V) & (allowed == 0))',
+        '        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0))',
+        "a grammar hides that logits are not finite",
         "tests/triton_cases.py -k test_masks_forbid",
     ),
     (

@@ -1073,10 +1073,32 @@ class Guide:
         self.mask_s = self.forced_s = 0.0
         self.taken: list[float] = []  # probability that each mask took
         self.worst = (0.0, 0)  # the largest of these, and the index of its token
+        self.states = 0  # that this text made in machines it shares
 
     def _matcher(self) -> grammar.Matcher:
         with self.lock:  # it may need a new machine
             return self.compiled.matcher()
+
+    def _ask(self, what: str, *given):
+        """What the matcher answers. SchemaError: it is over a limit. Where others have filled the
+        machine with their states it moves to another one; whose are most of them, has to end."""
+        with self.lock:
+            try:
+                return self._asked(what, given)
+            except grammar.SchemaError:
+                full = len(self.matcher.machine.states) == grammar.STATES
+                if not full or self.states > grammar.STATES // 2:
+                    raise
+            self.matcher.move()
+            return self._asked(what, given)
+
+    def _asked(self, what: str, given):
+        known = self.matcher.machine.states
+        before = len(known)
+        try:
+            return getattr(self.matcher, what)(*given)
+        finally:
+            self.states += len(known) - before
 
     def anew(self) -> "Guide":
         """The same for another sample, from the beginning."""
@@ -1087,8 +1109,7 @@ class Guide:
         if self.matcher is None:
             return None
         began = time.perf_counter()
-        with self.lock:
-            words = self.matcher.mask()
+        words = self._ask("mask")
         self.mask_s += time.perf_counter() - began
         return words
 
@@ -1099,8 +1120,7 @@ class Guide:
                 self.matcher = self._matcher()
             return True
         try:
-            with self.lock:
-                accepted = self.matcher.accept(token)
+            accepted = self._ask("accept", token)
         except grammar.SchemaError as error:  # over a limit, in the middle of a text
             self.refusal = str(error)
             return False
@@ -1113,8 +1133,7 @@ class Guide:
             return []
         began = time.perf_counter()
         try:
-            with self.lock:
-                ids = self.matcher.forced(encode)
+            ids = self._ask("forced", encode)
         except grammar.SchemaError:  # over a limit: the next mask will say so
             return []
         self.forced_s += time.perf_counter() - began

@@ -950,8 +950,10 @@ class Matcher:
     """One text on its way through a grammar: the configurations after each of its tokens."""
 
     def __init__(self, grammar: Grammar, stop_ids=()):
+        self.grammar = grammar
         self.machine, self.vocabulary = grammar.machine, grammar.vocabulary
         self.history = [grammar.start]  # 0 after a stop id
+        self.ids: list[int] = []
         self.stop_ids = self.vocabulary.stop_ids.union(stop_ids)
         self.more = None
         if self.stop_ids != self.vocabulary.stop_ids:
@@ -981,6 +983,7 @@ class Matcher:
             allowed = after and text
         if allowed:
             self.history.append(after)
+            self.ids.append(token)
         return bool(allowed)
 
     def rollback(self, n: int) -> None:
@@ -988,6 +991,14 @@ class Matcher:
         if not 0 <= n < len(self.history):
             raise ValueError(f"{n} tokens cannot be taken back of {len(self.history) - 1}")
         del self.history[len(self.history) - n :]
+        del self.ids[len(self.ids) - n :]
+
+    def move(self) -> None:
+        """Goes on where it is on the vocabulary's machine, a new one if that is worn."""
+        there = self.grammar.matcher(self.stop_ids)
+        for token in self.ids:
+            there.accept(token)
+        self.machine, self.history = there.machine, there.history
 
     @property
     def finished(self) -> bool:

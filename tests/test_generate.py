@@ -1890,6 +1890,29 @@ def test_a_limit_that_is_met_while_a_text_is_read_ends_its_request_only(monkeypa
     check_idle(engine)
 
 
+def test_who_fills_a_machine_with_states_ends_and_who_shares_it_goes_on(monkeypatch):
+    """Elsewhere, from the text so far; the states of all that follow it are made again."""
+    work = [
+        ("x", greedy(40, regex="[a-d]*a[a-d]{30}x", temperature=1, seed=1)),
+        ("y", greedy(40, regex="([ab][cd][ef][gh]|[i-m]{7}n)*", logit_bias={END: -99})),
+        ("z", greedy(40, json_schema=True, temperature=1, seed=3)),
+        ("w", greedy(30)),
+    ]
+    expected = served(build(), work)
+    moved, move = [], grammar.Matcher.move
+    monkeypatch.setattr(
+        grammar.Matcher, "move", lambda matcher: moved.append(matcher) or move(matcher)
+    )
+    for states in (30, 40, 50):
+        monkeypatch.setattr(grammar, "STATES", states)
+        engine = build()
+        found = served(engine, work)
+        assert found[1:] == expected[1:]
+        assert found[0][2:] == ("error", f"#: the grammar needs more than {states} states")
+        check_idle(engine)
+    assert len(moved) > 3
+
+
 # think_end
 
 

@@ -412,13 +412,18 @@ class Engine:
         return []
 
     def _event(self, request: Request) -> Event:
-        """The text and ids since the last one."""
-        stream = request.stream
-        text = stream.take(final=request.finish_reason is not None)
-        ids = request.tokens[request.prompt_tokens + stream.told :]
+        """The text and ids since the last one.
+
+        What is forced before anything is sampled comes with the first token that is: there is no
+        answer before its prompt has been computed."""
+        stream, final = request.stream, request.finish_reason is not None
+        text, ids, begun = "", [], "first token" in request.stamps
+        if begun or final:
+            text = stream.take(final)
+            ids = request.tokens[request.prompt_tokens + stream.told :]
         stream.told += len(ids)
         now = time.perf_counter()
-        if ids:
+        if begun and ids:
             request.stamps.setdefault("detokenised", now)
         if request.finish_reason is not None:
             request.stamps["released"] = now
@@ -463,7 +468,7 @@ class Engine:
         ids = self._ids(prompt, template, stamps)
         stamps["tokenised"] = time.perf_counter()
         self._check_prompt(ids)
-        guide = self._guide(params, stamps)
+        guide = self._guide(params, stamps, ids)
         with self.queue_lock:
             seed = mix(self.seed, self.next_id) if params.seed is None else params.seed
             request = Request(
@@ -499,7 +504,7 @@ class Engine:
         except TypeError:
             raise ValueError(f"prompt {str(prompt)[:60]!r} is not text, token ids or messages")
 
-    def _guide(self, params: SamplingParams, stamps: dict) -> "Guide | None":
+    def _guide(self, params: SamplingParams, stamps: dict, prompt=()) -> "Guide | None":
         """What keeps a request to its grammar, which is compiled here."""
         if not params.constraint:
             return None
@@ -513,9 +518,21 @@ class Engine:
                 raise ValueError(f"think_end {start!r} is not one token here")
             start = ids[0]
         stops = self._stops_of(params)
+        if start in stops:
+            raise ValueError(f"think_end {params.think_end!r} is a stop id: nothing comes after it")
+        if start is not None and self._thought(prompt, start):
+            start = None
         guide = Guide(self.grammars.lock, *self.grammars.compiled(params, stops), start)
         stamps["compiled"] = time.perf_counter()
         return guide
+
+    def _thought(self, prompt, end: int) -> bool:
+        """Whether a prompt ends with this token and white space: so do templates that are told
+        to leave thinking out, and nothing would end it once more."""
+        for token in reversed(prompt):
+            if token == end or not self.bytes_of(token).isspace():
+                return token == end
+        return False
 
     def abort(self, request: Request):
         """End a request and all samples of its prompt; what it held is free at once.
@@ -1050,12 +1067,38 @@ class Guide:
 
     def __init__(self, lock, compiled: grammar.Grammar, timings: dict, start: int | None = None):
         self.lock, self.compiled, self.spent, self.start = lock, compiled, timings, start
-        self.matcher = compiled.matcher() if start is None else None
+        self.matcher = self._matcher() if start is None else None
         self.refusal: str | None = None  # why a token was not accepted
         self.forced_tokens = self.changed = 0
         self.mask_s = self.forced_s = 0.0
         self.taken: list[float] = []  # probability that each mask took
         self.worst = (0.0, 0)  # the largest of these, and the index of its token
+        self.states = 0  # that this text made in machines it shares
+
+    def _matcher(self) -> grammar.Matcher:
+        with self.lock:  # it may need a new machine
+            return self.compiled.matcher()
+
+    def _ask(self, what: str, *given):
+        """What the matcher answers. SchemaError: it is over a limit. Where others have filled the
+        machine with their states it moves to another one; whose are most of them, has to end."""
+        with self.lock:
+            try:
+                return self._asked(what, given)
+            except grammar.SchemaError:
+                full = len(self.matcher.machine.states) == grammar.STATES
+                if not full or self.states > grammar.STATES // 2:
+                    raise
+            self.matcher.move()
+            return self._asked(what, given)
+
+    def _asked(self, what: str, given):
+        known = self.matcher.machine.states
+        before = len(known)
+        try:
+            return getattr(self.matcher, what)(*given)
+        finally:
+            self.states += len(known) - before
 
     def anew(self) -> "Guide":
         """The same for another sample, from the beginning."""
@@ -1066,8 +1109,7 @@ class Guide:
         if self.matcher is None:
             return None
         began = time.perf_counter()
-        with self.lock:
-            words = self.matcher.mask()
+        words = self._ask("mask")
         self.mask_s += time.perf_counter() - began
         return words
 
@@ -1075,11 +1117,10 @@ class Guide:
         """Go on by a token, or say in `refusal` why not."""
         if self.matcher is None:
             if token == self.start:
-                self.matcher = self.compiled.matcher()
+                self.matcher = self._matcher()
             return True
         try:
-            with self.lock:
-                accepted = self.matcher.accept(token)
+            accepted = self._ask("accept", token)
         except grammar.SchemaError as error:  # over a limit, in the middle of a text
             self.refusal = str(error)
             return False
@@ -1092,8 +1133,7 @@ class Guide:
             return []
         began = time.perf_counter()
         try:
-            with self.lock:
-                ids = self.matcher.forced(encode)
+            ids = self._ask("forced", encode)
         except grammar.SchemaError:  # over a limit: the next mask will say so
             return []
         self.forced_s += time.perf_counter() - began
@@ -1106,7 +1146,8 @@ class Guide:
 
     @property
     def stuck(self) -> bool:
-        return self.matcher is not None and not self.matcher.mask().any()
+        words = self.mask()
+        return words is not None and not words.any()
 
     def count(self, mass: float, likeliest: bool, index: int):
         """What the mask took before token `index` of the output: see sample.sample."""
@@ -2393,7 +2434,7 @@ def _take_grammar(entry: dict):
     found += [(STRUCTURES[name], outputs.pop(name)) for name in STRUCTURES if name in outputs]
     if kind == "json_schema":
         inner = _object(form, "json_schema")
-        if "schema" not in inner:
+        if inner.get("schema") is None:
             raise ValueError("response_format json_schema has no schema")
         found.append(("json_schema", inner["schema"]))
     elif kind not in ("text", "json_object"):
@@ -2534,6 +2575,7 @@ class Batch:
         self.stopped = False
         self.times: list[dict[str, float]] = []
         self.guided: list[tuple[dict, dict]] = []  # usage and times of those with a grammar
+        self.compile_s = 0.0  # of a request once, not of each of its samples
         self.waits: dict[str, int] = {}
         self.started = time.perf_counter()
 
@@ -2599,6 +2641,7 @@ class Batch:
             write(result(self.engine, job, outputs))
         self.times += [output.timings for output in outputs]
         self.guided += [(one.usage, one.timings) for one in outputs if "masks" in one.usage]
+        self.compile_s += outputs[0].timings.get("compile_s", 0)
         for reason, steps in request.waits.items():
             self.waits[reason] = self.waits.get(reason, 0) + steps
 
@@ -2630,11 +2673,10 @@ class Batch:
             masks, forced = (
                 sum(usage[name] for usage, _ in self.guided) for name in ("masks", "forced_tokens")
             )
-            compile_s, mask_s = (
-                sum(times[name] for _, times in self.guided) for name in ("compile_s", "mask_s")
-            )
+            mask_s = sum(times["mask_s"] for _, times in self.guided)
             lines.append(
-                f"grammars  of {len(self.guided):,} answers: compiled in {1e3 * compile_s:,.1f} ms,"
+                f"grammars  of {len(self.guided):,} answers:"
+                f" compiled in {1e3 * self.compile_s:,.1f} ms,"
                 f" {masks:,} masks in {1e3 * mask_s:,.1f} ms; {forced:,} tokens forced"
             )
         for title, name in (

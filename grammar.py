@@ -959,8 +959,10 @@ class Matcher:
     """One text on its way through a grammar: the configurations after each of its tokens."""
 
     def __init__(self, grammar: Grammar, stop_ids=()):
+        self.grammar = grammar
         self.machine, self.vocabulary = grammar.machine, grammar.vocabulary
         self.history = [grammar.start]  # 0 after a stop id
+        self.ids: list[int] = []
         self.stop_ids = self.vocabulary.stop_ids.union(stop_ids)
         self.more = None
         if self.stop_ids != self.vocabulary.stop_ids:
@@ -990,6 +992,7 @@ class Matcher:
             allowed = after and text
         if allowed:
             self.history.append(after)
+            self.ids.append(token)
         return bool(allowed)
 
     def rollback(self, n: int) -> None:
@@ -997,6 +1000,14 @@ class Matcher:
         if not 0 <= n < len(self.history):
             raise ValueError(f"{n} tokens cannot be taken back of {len(self.history) - 1}")
         del self.history[len(self.history) - n :]
+        del self.ids[len(self.ids) - n :]
+
+    def move(self) -> None:
+        """Goes on where it is on the vocabulary's machine, a new one if that is worn."""
+        there = self.grammar.matcher(self.stop_ids)
+        for token in self.ids:
+            there.accept(token)
+        self.machine, self.history = there.machine, there.history
 
     @property
     def finished(self) -> bool:
@@ -1021,10 +1032,11 @@ class Matcher:
         except UnicodeDecodeError as error:  # cut off within a character, at the end or before
             whole = text[: error.start].decode()
         ids = list(encode(whole)) if whole else []
-        if None in [tokens[i] for i in ids] or b"".join(tokens[i] for i in ids) != whole.encode():
-            return []  # a tokenizer that adds to the text
+        data = [tokens[i] if i < len(tokens) else None for i in ids]
+        if None in data or b"".join(data) != whole.encode():
+            return []  # a tokenizer that adds to the text, or has more ids than there are logits
         for cut in range(max(len(ids) - HEALED, 0), len(ids)):
-            head = b"".join(tokens[i] for i in ids[:cut])
+            head = b"".join(data[:cut])
             tail = whole.encode()[len(head) :]
             if machine.extends(tail, machine.run(whole.encode(), self.history[-1])):
                 return ids[:cut]

@@ -1568,8 +1568,9 @@ def allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
     words (K, W) int32: bit i of word w allows id 32 * w + i, V ids rounded up to whole words; its
     row k is for row rows[k] of scores. Rows that are not named have no grammar and stay as they
-    are; NaN stays NaN in all. Also what that took, (K, 2) float32: the probability of all that was forbidden, and 1
-    where the likeliest id was among it, else 0.
+    are. NaN and infinity become no number that could be drawn. Also what that took, (K, 2)
+    float32: the probability of all that was forbidden, and 1 where the likeliest id was among it,
+    else 0.
 
     Example: scores ln [.5 .3 .2] and bits 0b110: -inf, ln .3, ln .2; took .5 and 1.
     """
@@ -1621,7 +1622,7 @@ def allow_kernel(out, words, rows, took, V, BLOCK: tl.constexpr):
         share = tl.exp(x - best)
         total += tl.sum(share, 0)
         forbidden += tl.sum(tl.where(allowed == 1, 0.0, share), 0)
-        tl.store(out + i, float("-inf"), mask=(i < V) & (allowed == 0) & (x == x))
+        tl.store(out + i, x + float("-inf"), mask=(i < V) & (allowed == 0))  # NaN: as it is
     tl.store(took + k * 2, forbidden / total)
     tl.store(took + k * 2 + 1, (left < best).to(tl.float32))
 

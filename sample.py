@@ -67,7 +67,7 @@ class SamplingParams:
     grammar: str | None = None  # the text follows this grammar (GBNF)
     json_whitespace: str = "default"  # "compact", "default" or "any": see grammar.compile
     json_lenient: bool = False  # pass over keywords that cannot be enforced, and say which
-    think_end: int | str | None = None  # the token after which the grammar begins
+    think_end: int | str | None = None  # the grammar begins after this token, of prompt or answer
     priority: int = 0  # smaller goes first, under the policy "priority"
     cache_salt: str | None = None  # a cached prefix is shared within one salt only
 

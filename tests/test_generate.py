@@ -1766,6 +1766,18 @@ def test_events_tell_every_forced_token_once():
     assert output.usage["forced_tokens"] == 3 + 8 + 5 + 1 and output.usage["masks"] == 3
 
 
+def test_forced_text_is_told_with_the_first_sampled_token():
+    """In a step before, its prompt has not been computed: no token would be that late."""
+    engine = build(budget=4)
+    request = engine.add("abcdefghijk", greedy(9, regex="hello [ab]"))
+    events = run(engine)
+    assert [len(event.token_ids) for event in events] == [0, 0, 0, 0, 7]
+    assert not any(event.text for event in events[:-1])
+    times = engine.output(request).timings
+    parts = [times[name] for name, _ in generate.STAGES[1:] if name in times]
+    assert min(parts) >= 0 and sum(parts) == pytest.approx(times["ttft_s"])
+
+
 def test_forced_tokens_that_are_found_in_the_cache_are_no_prompt():
     engine = build(block_size=8)
     params = greedy(60, regex="forced, and for a while[!?]")
@@ -1835,6 +1847,19 @@ def test_a_grammar_without_a_token_is_an_error_of_its_own_and_never_token_0(jump
     check_idle(engine)
 
 
+def test_text_with_ids_beyond_the_logits_is_an_error_of_its_own():
+    """A tokenizer may have more ids than there are logits: what is forced may need them."""
+    whole = models.random(models.tiny(vocab=100), 0)
+    whole.tokenizer = generate.byte_tokenizer()
+    engine = Engine(whole, device="cpu", dtype="float32", kv_memory=2**20)
+    params = [greedy(9, regex="[AB]xy"), greedy(3), greedy(9, regex="xy")]
+    found = engine.generate([[65], [66], [67]], params)
+    assert [output.finish_reason for output in found] == ["error", "length", "error"]
+    assert found[0].text in "AB" and found[0].stop_reason == found[2].stop_reason
+    assert found[2].stop_reason == "no token can be drawn: the grammar allows none"
+    check_idle(engine)
+
+
 def test_a_refused_token_ends_its_stream_with_an_error():
     """What the mask rules out; a stream does not rely on it."""
     engine = build()
@@ -1863,6 +1888,29 @@ def test_a_limit_that_is_met_while_a_text_is_read_ends_its_request_only(monkeypa
     assert "more than 4 meanings" in requests[2].stream.stop_reason
     assert "more than 4 meanings" in requests[3].stream.stop_reason
     check_idle(engine)
+
+
+def test_who_fills_a_machine_with_states_ends_and_who_shares_it_goes_on(monkeypatch):
+    """Elsewhere, from the text so far; the states of all that follow it are made again."""
+    work = [
+        ("x", greedy(40, regex="[a-d]*a[a-d]{30}x", temperature=1, seed=1)),
+        ("y", greedy(40, regex="([ab][cd][ef][gh]|[i-m]{7}n)*", logit_bias={END: -99})),
+        ("z", greedy(40, json_schema=True, temperature=1, seed=3)),
+        ("w", greedy(30)),
+    ]
+    expected = served(build(), work)
+    moved, move = [], grammar.Matcher.move
+    monkeypatch.setattr(
+        grammar.Matcher, "move", lambda matcher: moved.append(matcher) or move(matcher)
+    )
+    for states in (30, 40, 50):
+        monkeypatch.setattr(grammar, "STATES", states)
+        engine = build()
+        found = served(engine, work)
+        assert found[1:] == expected[1:]
+        assert found[0][2:] == ("error", f"#: the grammar needs more than {states} states")
+        check_idle(engine)
+    assert len(moved) > 3
 
 
 # think_end
@@ -1903,6 +1951,19 @@ def test_thinking_is_free_and_the_answer_is_not(jump, end):
     before = first.token_ids.index(35) + 1
     assert first.token_ids[:before] == free.token_ids[:before]
     check_idle(engine)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_thinking_that_a_prompt_has_ended_is_not_waited_for(jump):
+    """So end templates that are told to leave it out; of earlier turns nothing is meant."""
+    engine = build(jump=jump)
+    params = greedy(9, choice=["yes", "no"], think_end="#")
+    for prompt in ("<think>#", "#", "<think>\n\n#\n\n", [35, 10]):
+        (output,) = engine.generate(prompt, params)
+        assert output.text in ("yes", "no")
+    for prompt in ("# so\n\n", "a #b", "\n", [35, END], [END, 10]):
+        (output,) = engine.generate(prompt, params)
+        assert output.usage["masks"] == 0
 
 
 # what it costs
@@ -1997,6 +2058,8 @@ def test_a_refused_grammar_is_refused_before_anything_runs():
         ({"json_schema": True, "json_whitespace": "some"}, "'some'"),
         ({"choice": ["a"], "think_end": "two"}, "think_end 'two' is not one token"),
         ({"choice": ["a"], "think_end": 999}, "think_end 999 is not an id"),
+        ({"choice": ["a"], "think_end": "<end>"}, "think_end '<end>' is a stop id"),
+        ({"choice": ["a"], "think_end": 5, "stop_token_ids": [5]}, "think_end 5 is a stop id"),
     ):
         with pytest.raises(ValueError, match=words):
             engine.generate(["fine", "refused"], [greedy(3), greedy(3, **settings)])
@@ -2151,6 +2214,28 @@ def test_grammars_are_compiled_while_others_are_followed():
     for i, texts in got.items():
         assert all(re.fullmatch(each, text) for each, text in zip(patterns(i), texts))
     check_idle(engine)
+
+
+def test_automata_grow_under_the_lock_only(monkeypatch):
+    """Also where a request needs a new machine, for the last one is worn."""
+    engine, made, others = build(max_running=8), [], set()
+    monkeypatch.setattr(grammar, "STATES", 300)
+    for name in ("__init__", "state", "config", "step", "mask"):
+        whole = getattr(grammar.Machine, name)
+
+        def locked(machine, *given, whole=whole, name=name):
+            if not engine.grammars.lock.locked():
+                others.add(name)
+            if name == "__init__":
+                made.append(machine)
+            return whole(machine, *given)
+
+        monkeypatch.setattr(grammar.Machine, name, locked)
+    again = [(prompt, dataclasses.replace(params, n=1)) for prompt, params in GUIDED]
+    for i in range(4):
+        work = [("x", greedy(9, choice=["a" * 20 + chr(97 + i) * 60], n=2, temperature=1))]
+        served(engine, [*GUIDED, *work, *again])
+    assert len(made) > 1 and not others
 
 
 @pytest.mark.slow

@@ -356,6 +356,21 @@ def test_the_machine_is_renewed_when_it_is_worn(monkeypatch):
     assert texts(new) == ["b"] and new.accept(1) and texts(new) == ["a"]
 
 
+def test_a_matcher_moves_to_another_machine_with_its_text(monkeypatch):
+    vocabulary = words("a", "b", "c")
+    assert grammar.compile(vocabulary, choice=["bbb"]).accepts("bbb")  # numbers go to this one
+    matcher = grammar.compile(vocabulary, choice=["abc", "acb"]).matcher([2])
+    old = matcher.machine
+    assert matcher.accept(0) and matcher.accept(1)
+    matcher.rollback(1)
+    monkeypatch.setattr(grammar, "STEPS", 0)
+    matcher.move()
+    assert matcher.machine is not old
+    assert texts(matcher) == ["b"] and matcher.accept(1) and texts(matcher) == []
+    matcher.rollback(2)
+    assert texts(matcher) == ["a"]
+
+
 # ---------------------------------------------------------------- by hand: forced tokens
 
 

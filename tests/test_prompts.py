@@ -125,6 +125,17 @@ def test_the_batch_format_is_translated():
         ('{"prompt": "x", "response_format": "json"}', "response_format 'json' is not an object"),
         ('{"prompt": "x", "response_format": {"type": "xml"}}', "'xml' is not text, json_object"),
         ('{"prompt": "x", "response_format": {"type": "json_schema"}}', "has no schema"),
+        (
+            batch_line(
+                CHAT,
+                messages=hi(),
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": None},
+                },
+            ),
+            "has no schema",
+        ),
         ('{"prompt": "x", "response_format": {"y": 1}}', "unknown y"),
         ('{"prompt": "x", "structured_outputs": {"structural_tag": 1}}', "unknown structural_tag"),
         ('{"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}', "schema and regex"),
@@ -306,6 +317,15 @@ def test_a_line_with_a_grammar_of_its_own_has_no_use_for_that_of_the_flags(promp
     lines = by_id(results)
     assert "masks" in lines[2]["usage"] and "masks" not in lines[1]["usage"]
     assert "there is no grammar to begin after it" in lines[3]["error"]
+
+
+def test_a_grammar_that_many_samples_follow_is_compiled_once_in_the_account_too(prompts):
+    _, results, err = prompts(
+        {"prompt": "x", "id": 1, "choice": ["yes", "no"], "n": 4}, {"prompt": "x", "regex": "a|b"}
+    )
+    samples = [*by_id(results)[1]["samples"], by_id(results)[2]]
+    compile_s = sum(samples[i]["timings"]["compile_s"] for i in (0, 4))
+    assert f"grammars  of 5 answers: compiled in {1e3 * compile_s:,.1f} ms, 5 masks" in err
 
 
 @pytest.mark.parametrize("flag", ["--static", "--reserve", "--no-prefix-cache", "--block-size=8"])

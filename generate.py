@@ -1410,6 +1410,8 @@ def _grammar_lines(t: dict, usage: dict) -> list[str]:
         f" {usage['removed_mass_max']:.1%} at most (token {usage['removed_mass_max_at']});"
         f" the likeliest token {usage['argmax_changed']} times",
     ]
+    if not usage["masks"]:  # thinking never ended, say
+        lines[1] = "masked   nothing: no token was sampled under the grammar"
     if "ignored_keywords" in usage:
         lines.append(f"ignored  {', '.join(usage['ignored_keywords'])}")
     return lines

@@ -1567,10 +1567,10 @@ def allow(scores: Tensor, words: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """scores (R, V) in float32, with -inf wherever a grammar forbids an id.
 
     words (K, W) int32: bit i of word w allows id 32 * w + i, V ids rounded up to whole words; its
-    row k is for row rows[k] of scores. Rows that are not named have no grammar and stay as they
-    are. NaN and infinity become no number that could be drawn. Also what that took, (K, 2)
-    float32: the probability of all that was forbidden, and 1 where the likeliest id was among it,
-    else 0.
+    row k is for row rows[k] of scores, and rows ascend. Rows that are not named have no grammar
+    and stay as they are. NaN and infinity become no number that could be drawn. Also what that
+    took, (K, 2) float32: the probability of all that was forbidden, and 1 where the likeliest id
+    was among it, else 0.
 
     Example: scores ln [.5 .3 .2] and bits 0b110: -inf, ln .3, ln .2; took .5 and 1.
     """

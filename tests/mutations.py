@@ -3760,6 +3760,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
+        '    if not usage["masks"]:  # thinking never ended, say',
+        "    if False:",
+        "the summary passes over a grammar that never began",
+        "tests/test_generate.py -k test_an_answer_by_a_grammar_says_what_it_cost",
+    ),
+    (
+        "generate.py",
         "        if start is not None and self._thought(prompt, start):",
         "        if False:",
         "5: thinking that the prompt has ended is waited for: the answer is free",

@@ -3251,6 +3251,8 @@ def test_an_answer_by_a_grammar_says_what_it_cost(cli, tmp_path):
     (tmp_path / "g").write_text('root ::= "é" | "né"')
     code, out, err = cli("--prompt", "hi", *GREEDY, "--grammar", str(tmp_path / "g"))
     assert code == 0 and out in ("é\n", "né\n")
+    code, out, err = cli("--prompt", "hi", *GREEDY, "--think-end", "33", "--choice", "a")
+    assert "masked   nothing: no token was sampled under the grammar" in err
     code, out, err = cli("--prompt", "hi", *GREEDY, "--think-end", "33", "--choice", "a", "--json")
     assert code == 0 and json.loads(out)["usage"]["masks"] == 0
 

@@ -29,6 +29,7 @@ Try           python grammar.py                      a schema's rules, and the l
 Imports       nothing of ours; numpy.
 """
 
+import gc
 import json
 import math
 import re
@@ -36,6 +37,7 @@ import sys
 import textwrap
 import unicodedata
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache, reduce
@@ -592,7 +594,8 @@ class Machine:
         if mask is None:
             stacks, ends = self.configs[config]
             until = thread_time() + MASK_S
-            parts = [self.part(*stack, until) for stack in stacks] + [self.stop] * ends
+            with uncollected():
+                parts = [self.part(*stack, until) for stack in stacks] + [self.stop] * ends
             keep(self.masks, config, union(parts or [self.none]))
         return self.masks[config]
 
@@ -892,6 +895,18 @@ def intern(numbers: dict, values: list, key, make=lambda key: key) -> int:
         values.append(make(key))
         number = numbers[key] = len(values) - 1  # last: an interruption leaves no wrong number
     return number
+
+
+@contextmanager
+def uncollected():
+    """No garbage is collected: among millions of states that takes seconds, of no mask."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def union(masks: list[np.ndarray]) -> np.ndarray:

@@ -3389,6 +3389,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        "    gc.disable()",
+        "    pass",
+        "garbage is collected while a mask is made",
+        "tests/test_grammar_parts.py -k garbage_to_be_collected",
+    ),
+    (
+        "grammar.py",
+        "        if collects:",
+        "        if not collects:",
+        "after a mask no garbage is collected any more",
+        "tests/test_grammar_parts.py -k garbage_to_be_collected",
+    ),
+    (
+        "grammar.py",
         "            if len(ranges) > BRANCHES:",
         "            if len(ranges) > BRANCHES * BRANCHES:",
         "a state may go on in any number of ways",

@@ -4,6 +4,7 @@ By hand, against Python's `re` on random texts, and against all texts of a small
 vocabulary is the 256 bytes, so that what a node accepts is what its automaton accepts.
 """
 
+import gc
 import itertools
 import json
 import random
@@ -636,6 +637,22 @@ def test_a_mask_has_a_time_limit(monkeypatch):
         matcher.mask()
     monkeypatch.undo()
     assert matcher.mask()[97 // 32] == 1 << 97 % 32, "nothing wrong was kept"
+    assert gc.isenabled()
+
+
+def test_a_mask_does_not_wait_for_garbage_to_be_collected(monkeypatch):
+    """Millions of states of old grammars once took their 2 seconds from a mask of a new one."""
+    matcher, collects = grammar.compile(BYTES, regex="a{2}x").matcher(), []
+
+    def part(*arguments):
+        collects.append(gc.isenabled())
+        return BYTES.machine.none
+
+    monkeypatch.setattr(grammar.Machine, "part", part)
+    BYTES.machine.masks.pop(matcher.history[-1], None)
+    matcher.mask()
+    BYTES.machine.masks.pop(matcher.history[-1])
+    assert collects == [False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("given", [5, "ab", {"a": 1}, [], (c for c in "ab")])

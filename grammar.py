@@ -96,13 +96,13 @@ class Vocabulary:
     def __init__(self, tokens, stop_ids):
         self.tokens = list(tokens)
         self.stop_ids = frozenset(stop_ids)
-        outside = [i for i in self.stop_ids if not 0 <= i < len(self.tokens)]
-        if outside:
-            raise ValueError(f"stop id {outside[0]} is not below {len(self.tokens)}, the ids")
         self.words = -(-len(self.tokens) // 32)
+        self.stops(self.stop_ids)  # refuses those that do not exist
         texts: dict[bytes, int] = {}
         twins = []  # ids of bytes that an earlier id has too
         for i, token in enumerate(self.tokens):
+            if not isinstance(token, (bytes, type(None))):
+                raise ValueError(f"token {i} is {token!r}, neither bytes nor None")
             if token and i not in self.stop_ids and texts.setdefault(token, i) != i:
                 twins.append(i)
         self.twins = np.array(twins, np.int64)
@@ -167,7 +167,10 @@ class Vocabulary:
         return packed.view(np.int32)
 
     def stops(self, ids) -> np.ndarray:
-        """Ids, whatever their bytes, as bits."""
+        """Ids, whatever their bytes, as bits. Raises ValueError for one that does not exist."""
+        for i in ids:
+            if i not in range(len(self.tokens)):
+                raise ValueError(f"stop id {i!r} is none of the {len(self.tokens)} ids")
         allowed = np.zeros(len(self.tokens), bool)
         allowed[list(ids)] = True
         return self.bits(allowed)
@@ -596,7 +599,9 @@ class Machine:
             until = thread_time() + MASK_S
             with uncollected():
                 parts = [self.part(*stack, until) for stack in stacks] + [self.stop] * ends
-            keep(self.masks, config, union(parts or [self.none]))
+            mask = union(parts or [self.none])
+            mask.flags.writeable = False  # it is shared
+            keep(self.masks, config, mask)
         return self.masks[config]
 
     def part(self, number: int, frame: int, until: float) -> np.ndarray:
@@ -961,7 +966,7 @@ class Grammar:
     def accepts(self, text: str | bytes) -> bool:
         """Whether the whole text is in the grammar."""
         self.join()
-        text = text.encode() if isinstance(text, str) else text
+        text = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         return self.machine.configs[self.machine.run(text, self.start)][1]
 
     def matcher(self, stop_ids=()) -> "Matcher":

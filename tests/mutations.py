@@ -3389,6 +3389,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        "            mask.flags.writeable = False  # it is shared",
+        "            mask.flags.writeable = True",
+        "a caller may write into a mask that all share",
+        "tests/test_grammar_parts.py -k mask_is_read_only",
+    ),
+    (
+        "grammar.py",
+        "            if i not in range(len(self.tokens)):",
+        "            if i >= len(self.tokens):",
+        "a stop id below 0 counts from the end",
+        "tests/test_grammar_parts.py -k does_not_exist_is_refused",
+    ),
+    (
+        "grammar.py",
         "    gc.disable()",
         "    pass",
         "garbage is collected while a mask is made",

@@ -655,6 +655,39 @@ def test_a_mask_does_not_wait_for_garbage_to_be_collected(monkeypatch):
     assert collects == [False] and gc.isenabled()
 
 
+def test_a_mask_is_read_only():
+    """A caller that wrote into one once changed it for all others."""
+    matcher = grammar.compile(BYTES, regex="ab").matcher()
+    with pytest.raises(ValueError, match="read-only"):
+        matcher.mask()[0] = -1
+
+
+@pytest.mark.parametrize(
+    "tokens, stops, message",
+    [
+        (["a", "b"], [0], "token 0 is 'a', neither bytes nor None"),
+        ([b"a", 5], [0], "token 1 is 5, neither bytes nor None"),
+        ([b"a", None], [2], "stop id 2 is none of the 2 ids"),
+        ([b"a", None], [-1], "stop id -1 is none of the 2 ids"),
+        ([b"a", None], ["</s>"], "stop id '</s>' is none of the 2 ids"),
+    ],
+)
+def test_what_is_no_vocabulary_is_refused_by_its_value(tokens, stops, message):
+    with pytest.raises(ValueError, match=message):
+        grammar.Vocabulary(tokens, stops)
+
+
+@pytest.mark.parametrize("stop", [-1, 257])
+def test_a_stop_id_of_a_request_that_does_not_exist_is_refused(stop):
+    """-1 once meant the last id of the vocabulary."""
+    with pytest.raises(ValueError, match=f"stop id {stop} is none of the 257 ids"):
+        grammar.compile(BYTES, regex="a").matcher([stop])
+
+
+def test_half_of_a_surrogate_pair_is_in_no_text():
+    assert not grammar.compile(BYTES, regex=".*").accepts("\ud800")
+
+
 @pytest.mark.parametrize("given", [5, "ab", {"a": 1}, [], (c for c in "ab")])
 def test_a_choice_that_is_no_list_is_refused(given):
     with pytest.raises(SchemaError, match="choice: a list of texts is needed, not"):

@@ -2076,7 +2076,8 @@ class Schema:
         """A value as JSON, without needless escapes."""
         kind = kind_of(value)
         if kind == "number" and exact(value).denominator == 1 and abs(value) < 1e21:
-            return alt(literal(str(int(value))), literal(f"{int(value)}.0"))
+            point = [literal(f"{int(value)}.0")] if self.old != "draft-04" else []
+            return alt(literal(str(int(value))), *point)
         if kind not in ("array", "object"):
             return literal(json.dumps(value, ensure_ascii=False))
         inner = value.items() if kind == "object" else enumerate(value)
@@ -2100,9 +2101,10 @@ class Schema:
         begins = [(lo, lo_open), *((cut, True) for cut in cuts)]
         ends = [*((cut, True) for cut in cuts), (hi, hi_open)]
         integer, step = bool(step) and step.denominator == 1, None if step == 1 else step
+        point = self.old != "draft-04"  # there 1.0 is no integer
         texts = alt(
             *(
-                cached(number, lo, hi, lo_open, hi_open, integer, step)
+                cached(number, lo, hi, lo_open, hi_open, integer, step, "#", point)
                 for (lo, lo_open), (hi, hi_open) in zip(begins, ends)
                 if lo is None or hi is None or lo < hi or (lo == hi and not lo_open and not hi_open)
             )
@@ -2413,11 +2415,18 @@ BOUND = 1000  # most digits of a bound
 
 
 def number(
-    lo=None, hi=None, lo_open=False, hi_open=False, integer=False, multiple=None, path="#"
+    lo=None,
+    hi=None,
+    lo_open=False,
+    hi_open=False,
+    integer=False,
+    multiple=None,
+    path="#",
+    point=True,
 ) -> Node:
     """JSON numbers from lo to hi (exact; None: no bound; open: without the bound itself).
 
-    integer: 1 and 1.0, but not 1.5 or 1e0. multiple: what they are divisible by. EMPTY if there
+    integer: 1 and (point) 1.0, but not 1.5 or 1e0. multiple: what they are divisible by. EMPTY if there
     is none. Raises SchemaError for a bound of over 1000 digits.
 
     Numbers without bounds are plain digits. Else a state is the set of values that what follows
@@ -2441,7 +2450,7 @@ def number(
     given = [Fraction(x) for x in (lo, hi, multiple) if x is not None]
     if not given:
         whole = alt(literal("0"), seq(Symbol(49, 57), repeat(DIGIT, 0, WHOLE - 1)))
-        end = optional(literal(".0"))
+        end = optional(literal(".0")) if point else NOTHING
         if not integer:
             end = seq(decimals(FRACTION), optional(exponent(POWERS[0][0], POWERS[1][1])))
         return seq(optional(literal("-")), whole, end)
@@ -2451,7 +2460,7 @@ def number(
     hi = math.inf if hi is None else Fraction(hi)
     multiple = multiple and Fraction(multiple)
     if integer:  # in units of 0.1, for the .0
-        fraction, multiple = 1, Fraction(multiple or 1).numerator
+        fraction, multiple = int(point), Fraction(multiple or 1).numerator
     else:
         fraction = max(FRACTION, *(places(x) + 1 for x in given))
         lo, lo_open = reads_as(lo, math.inf) if lo_open else (lo, False)

@@ -3389,6 +3389,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        "        fraction, multiple = int(point), ",
+        "        fraction, multiple = 1, ",
+        "a bounded integer of draft-04 may end in .0",
+        "tests/test_grammar_schema.py -k integer_of_draft_04",
+    ),
+    (
+        "grammar.py",
         "            mask.flags.writeable = False  # it is shared",
         "            mask.flags.writeable = True",
         "a caller may write into a mask that all share",

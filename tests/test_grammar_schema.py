@@ -743,6 +743,18 @@ def test_what_the_standard_library_refuses_is_refused_by_place(schema, place):
         compiled(schema)
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"minimum": 0}, {"minimum": -3, "maximum": 120}, {"multipleOf": 4}, {"enum": [4, 12, 0]}],
+    ids=json.dumps,
+)
+def test_an_integer_of_draft_04_has_no_point(keywords):
+    draft = {"$schema": "http://json-schema.org/draft-04/schema#"}
+    whole, pointed = ["0", "4", "12"], ["0.0", "4.0", "12.0"]
+    assert_reads(INTEGER | keywords | draft, whole, [*pointed, "4.", "4.5", "04", "4e0"])
+    assert_reads(INTEGER | keywords, [*whole, *pointed], ["4.", "4.5"])
+
+
 def test_many_objects_told_apart_by_a_constant_are_one_stack(monkeypatch):
     """A call for each of 250 tools once had more meanings than a mask follows."""
     monkeypatch.setattr(grammar, "STACKS", 64)

@@ -1689,7 +1689,7 @@ class Schema:
         base, _, fragment = uri.partition("#")
         fragment = unquote(fragment)
         if base not in self.places:
-            self.refuse(place, f"{reference} is in another document, which is not read")
+            self.refuse(place, f"{reference[:80]} is in another document, which is not read")
             return self.yes
         named = fragment and not fragment.startswith("/")
         raw, path = self.places.get(f"{base}#{fragment}" if named else base, (None, ""))
@@ -1702,7 +1702,7 @@ class Schema:
                 raw = raw.get(key) if isinstance(raw, dict) else None
             path = f"{path}/{step(key)}"
         if not is_schema(raw):
-            raise SchemaError(*place, f"{reference} leads to no schema")
+            raise SchemaError(*place, f"{reference[:80]} leads to no schema")
         return self.sub(raw, path, base)
 
     # -------------------------------------------------- alternatives
@@ -2426,8 +2426,8 @@ def number(
 ) -> Node:
     """JSON numbers from lo to hi (exact; None: no bound; open: without the bound itself).
 
-    integer: 1 and (point) 1.0, but not 1.5 or 1e0. multiple: what they are divisible by. EMPTY if there
-    is none. Raises SchemaError for a bound of over 1000 digits.
+    integer: 1 and (point) 1.0, but not 1.5 or 1e0. multiple: what they are divisible by. EMPTY if
+    there is none. Raises SchemaError for a bound of over 1000 digits.
 
     Numbers without bounds are plain digits. Else a state is the set of values that what follows
     may still have: an arithmetic progression, in units of the last digit there may be. A digit

@@ -3508,8 +3508,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
-        "        fraction, multiple = 1, Fraction(multiple or 1).numerator",
-        "        fraction, multiple = 1, multiple or 1",
+        "        fraction, multiple = int(point), Fraction(multiple or 1).numerator",
+        "        fraction, multiple = int(point), multiple or 1",
         "integers are multiples of a half as well",
         "tests/test_grammar_numbers.py -k multiples_of_a_fraction",
     ),

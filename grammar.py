@@ -41,6 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache, reduce
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from os.path import commonprefix
 from pathlib import Path
@@ -385,30 +386,29 @@ def optional(what: Node) -> Node:
     return alt(NOTHING, what)
 
 
-def parts_of(node: Node) -> tuple[Node, ...]:
-    if type(node) is Seq:
-        return tuple(node.parts())
-    return node.key if type(node) is Alt else node.key[:1] if type(node) is Repeat else ()
+def parts_of(node: Node) -> list[Node]:
+    return [part for part in node.key if isinstance(part, Node)]
 
 
-def rewrite(node: Node, change) -> Node:
-    """The node with its leaves (Symbol, Literal, Call, ...) replaced by change(leaf)."""
+def without(node: Node, rules: set[Rule]) -> Node:
+    """The texts in which none of these rules is called."""
     known: dict[Node, Node] = {}
     todo = [node]
     while todo:  # a loop: objects have more members than Python's stack is deep
-        parts = parts_of(todo[-1])
-        waiting = [part for part in parts if part not in known]
-        todo += waiting
+        node = todo[-1]
+        waiting = [part for part in parts_of(node) if part not in known]
         if waiting:
+            todo += waiting
             continue
-        last, done = todo.pop(), [known[part] for part in parts]
-        if type(last) is Seq:
-            known[last] = seq(*done)
-        elif type(last) is Alt:
-            known[last] = alt(*done)
+        parts = [known[part] for part in parts_of(node)]
+        if type(node) is Repeat:
+            done = repeat(*parts, *node.key[1:])
+        elif parts:
+            done = seq(*parts) if type(node) is Seq else alt(*parts)
         else:
-            known[last] = repeat(*done, *last.key[1:]) if type(last) is Repeat else change(last)
-    return known[node]
+            done = EMPTY if type(node) is Call and node.key[0] in rules else node
+        known[todo.pop()] = done
+    return done
 
 
 # ---------------------------------------------------------------- machine: states, stacks, masks
@@ -1073,97 +1073,70 @@ def check(root: Rule) -> None:
     Every state of the automata is then on the way to an end. A rule that calls itself before it
     reads anything would be entered without end.
     """
-    rules = reachable(root)
-    ends = closure(rules, lambda node: node is not EMPTY)
-    if root not in ends:
+    nodes = reachable(root)
+    rules = dict.fromkeys([root, *(node.key[0] for node in nodes if type(node) is Call)])
+    ends = closure(nodes, lambda node: node is not EMPTY)
+    endless = {rule for rule in rules if not ends(rule.body)}
+    if root in endless:
         raise SchemaError("#", "", "it accepts nothing")
-    endless = set(rules) - ends
     if endless:
-        for rule in ends:
-            rule.body = rewrite(
-                rule.body, lambda n: EMPTY if type(n) is Call and n.key[0] in endless else n
-            )
-    empty = closure(rules, lambda node: node.null)
-    heads = {rule: list(called(rule.body, empty)) for rule in ends}
-    done: set[Rule] = set()
-    for rule in ends:
-        path = {}  # an ordered set: the rules that are entered
-        todo = [(rule, iter(heads[rule]))]
-        while todo:
-            rule, callees = todo[-1]
-            path[rule] = None
-            callee = next(callees, None)
-            if callee in path:
-                names = " -> ".join(r.name for r in [*path][[*path].index(callee) :])
-                raise SchemaError("#", "", f"{names} calls itself before anything is read")
-            if callee is None:
-                todo.pop()
-                del path[rule]
-                done.add(rule)
-            elif callee not in done:
-                todo.append((callee, iter(heads[callee])))
+        for rule in rules:
+            rule.body = without(rule.body, endless)
+        nodes = reachable(root)
+    empty = closure(nodes, lambda node: node.null)
+    try:
+        TopologicalSorter({rule: list(heads(rule.body, empty)) for rule in rules}).prepare()
+    except CycleError as error:
+        names = " -> ".join(rule.name for rule in error.args[1][:0:-1])
+        raise SchemaError("#", "", f"{names} calls itself before anything is read") from None
 
 
-def reachable(root: Rule) -> list[Rule]:
-    """The root and all rules that are called from it, callees mostly first."""
-    found, todo, seen = {root: None}, [root.body], set()
+def reachable(root: Rule) -> dict[Node, list[Node]]:
+    """All nodes that call a rule, with their parts; a call's part is what it calls. Parts come
+    before the whole, but for recursion."""
+    nodes, entered, todo = {}, set(), [root.body]
     while todo:
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node) is Call and node.key[0] not in found:
-            found[node.key[0]] = None
-            todo.append(node.key[0].body)
-        todo += [part for part in node.key if isinstance(part, Node)]
-    return list(found)[::-1]
+        parts = [node.key[0].body] if type(node) is Call else parts_of(node)
+        if node in entered:
+            nodes[node] = parts
+        elif node.calls:
+            entered.add(node)
+            todo += [node, *parts]
+    return nodes
 
 
-def closure(rules: list[Rule], leaf) -> set[Rule]:
-    """The rules that have a text of which all leaves pass: the least fixed point."""
-    found: set[Rule] = set()
-    while True:
-        known: dict[Node, bool] = {}
-        before = len(found)
-        for rule in rules:  # callees first: one round is often enough
-            if rule not in found and passes(rule.body, leaf, found, known):
-                found.add(rule)
-        if len(found) == before:
-            return found
+def closure(nodes: dict[Node, list[Node]], leaf):
+    """A function that tells which nodes have a text of which all leaves pass: the least fixed
+    point. leaf: the same for what calls no rule."""
+    found: set[Node] = set()
+
+    def passes(node: Node) -> bool:
+        return node in found if node.calls else leaf(node)
+
+    left, before = list(nodes), None
+    while len(left) != before:  # parts come first: a second round is there for recursion
+        before, here, left = len(left), left, []
+        for node in here:
+            every = any if type(node) is Alt else all
+            if type(node) is Repeat and node.key[1] == 0 or every(map(passes, nodes[node])):
+                found.add(node)
+            else:
+                left.append(node)
+    return passes
 
 
-def passes(node: Node, leaf, rules: set[Rule], known: dict[Node, bool]) -> bool:
-    todo = [[node, parts_of(node), 0]]  # with the number of parts that decided nothing
+def heads(node: Node, empty):
+    """The rules that a text of the node may begin with; empty(node): it may read nothing."""
+    todo = [node]
     while todo:
-        last, parts, i = todo[-1]
-        some = type(last) is Alt  # one part that passes is enough
-        if type(last) is Call or not parts:
-            known[last] = last.key[0] in rules if type(last) is Call else leaf(last)
-        elif type(last) is Repeat and last.key[1] == 0:
-            known[last] = True
-        elif i < len(parts) and parts[i] not in known:
-            todo.append([parts[i], parts_of(parts[i]), 0])
-        elif i < len(parts) and known[parts[i]] != some:
-            todo[-1][2] += 1
-        else:
-            known[last] = (i < len(parts)) == some
-        if last in known:
-            todo.pop()
-    return known[node]
-
-
-def called(node: Node, empty: set[Rule]):
-    """The rules that a text of the node may begin with; `empty` ones may read nothing."""
-    if type(node) is Call:
-        yield node.key[0]
-    elif type(node) is Alt or type(node) is Repeat:
-        for part in node.key if type(node) is Alt else node.key[:1]:
-            yield from called(part, empty)
-    elif type(node) is Seq:
-        for part in node.parts():
-            yield from called(part, empty)
-            if not passes(part, lambda n: n.null, empty, {}):
-                break
+        node = todo.pop()
+        if type(node) is Call:
+            yield node.key[0]
+        elif type(node) is Seq and not empty(node.key[0]):
+            todo.append(node.key[0])
+        elif node.calls:
+            todo += parts_of(node)[::-1]
 
 
 def compile(
@@ -3496,7 +3469,8 @@ def draw(machine: Machine, rule: Rule) -> list[str]:
 
 def rules(grammar: Grammar) -> list[str]:
     lines = ["Its rules: a|b bytes, <rule> a call; the numbers are the forks of a rule's automaton"]
-    for rule in reversed(reachable(grammar.root)):
+    called = [node.key[0] for node in reachable(grammar.root) if type(node) is Call]
+    for rule in dict.fromkeys([grammar.root, *reversed(called)]):
         if type(rule.body) is not Call:
             lines += [f"<{rule.name}>", *draw(grammar.machine, rule)]
     return lines

@@ -390,7 +390,7 @@ def parts_of(node: Node) -> list[Node]:
     return [part for part in node.key if isinstance(part, Node)]
 
 
-def without(node: Node, rules: set[Rule]) -> Node:
+def pruned(node: Node, rules: set[Rule]) -> Node:
     """The texts in which none of these rules is called."""
     known: dict[Node, Node] = {}
     todo = [node]
@@ -1051,14 +1051,13 @@ class Matcher:
             whole = text.decode()
         except UnicodeDecodeError as error:  # cut off within a character, at the end or before
             whole = text[: error.start].decode()
-        ids = list(encode(whole)) if whole else []
-        data = [tokens[i] if i < len(tokens) else None for i in ids]
-        if None in data or b"".join(data) != whole.encode():
-            return []  # a tokenizer that adds to the text, or has more ids than there are logits
+        ids, whole = list(encode(whole)) if whole else [], whole.encode()
+        pieces = [tokens[i] if i < len(tokens) else None for i in ids]
+        if None in pieces or b"".join(pieces) != whole:
+            return []  # a tokenizer that adds to the text
+        after = machine.run(whole, self.history[-1])
         for cut in range(max(len(ids) - HEALED, 0), len(ids)):
-            head = b"".join(data[:cut])
-            tail = whole.encode()[len(head) :]
-            if machine.extends(tail, machine.run(whole.encode(), self.history[-1])):
+            if machine.extends(b"".join(pieces[cut:]), after):
                 return ids[:cut]
         return ids
 
@@ -1081,7 +1080,7 @@ def check(root: Rule) -> None:
         raise SchemaError("#", "", "it accepts nothing")
     if endless:
         for rule in rules:
-            rule.body = without(rule.body, endless)
+            rule.body = pruned(rule.body, endless)
         nodes = reachable(root)
     empty = closure(nodes, lambda node: node.null)
     try:
@@ -1178,7 +1177,7 @@ def choices(choice) -> Node:
         if not isinstance(text, str):
             raise SchemaError("choice", "", f"{repr(text)[:80]} is not a string")
     try:
-        return texts([c.encode() for c in dict.fromkeys(choice)])
+        return prefix_tree([c.encode() for c in dict.fromkeys(choice)])
     except UnicodeEncodeError:
         raise SchemaError("choice", "", "half of a surrogate pair in a text") from None
 
@@ -1619,7 +1618,7 @@ class Schema:
                     then = "schema"
                 elif isinstance(value, dict) and role == "schema":
                     then = "map" if key in MAPS else "schema" if key in HOLD_SCHEMAS else "data"
-                todo.append((v, f"{path}/{step(key)}", base, level + 1, then))
+                todo.append((v, f"{path}/{pointer(key)}", base, level + 1, then))
 
     def identify(self, raw: dict, path: str, base: str) -> str:
         """Notes the names of a schema; returns its URI."""
@@ -1646,7 +1645,7 @@ class Schema:
     def child(self, sub: Sub, *steps: str | int) -> Sub:
         raw, path = sub.raw, sub.path
         for key in steps:
-            raw, path = raw[key], f"{path}/{step(key)}"
+            raw, path = raw[key], f"{path}/{pointer(key)}"
         return self.sub(raw, path, sub.base)
 
     def negative(self, sub: Sub) -> Sub:
@@ -1673,7 +1672,7 @@ class Schema:
                 raw = {str(i): item for i, item in enumerate(raw)}.get(key)
             else:
                 raw = raw.get(key) if isinstance(raw, dict) else None
-            path = f"{path}/{step(key)}"
+            path = f"{path}/{pointer(key)}"
         if not is_schema(raw):
             raise SchemaError(*place, f"{reference[:80]} leads to no schema")
         return self.sub(raw, path, base)
@@ -2079,7 +2078,6 @@ class Schema:
             *(
                 cached(number, lo, hi, lo_open, hi_open, integer, step, "#", point)
                 for (lo, lo_open), (hi, hi_open) in zip(begins, ends)
-                if lo is None or hi is None or lo < hi or (lo == hi and not lo_open and not hi_open)
             )
         )
         if denied(parts, Multiple):
@@ -2290,7 +2288,7 @@ def joined_uri(base: str, reference: str, place: tuple[str, str]) -> str:
         ) from None
 
 
-def step(key) -> str:
+def pointer(key) -> str:
     """A step of a JSON pointer."""
     return str(key).replace("~", "~0").replace("/", "~1")
 
@@ -2476,7 +2474,7 @@ def unsigned(low: tuple, high: tuple, fraction: int, multiple) -> Node:
         if n > 1 and here == part(range(0, end, step), first, end):
             whole.append(n)
         else:
-            options.append(spelled(here, n + fraction, fraction))
+            options.append(decimal(here, n + fraction, fraction))
     if whole:
         options.append(multiples(step, whole[0], whole[-1], fraction))
     return alt(*options)
@@ -2492,9 +2490,9 @@ def scientific(low: tuple, high: tuple, fraction: int) -> list[Node]:
             continue
         for n in {first, last}:
             values = part(between(low, high, Fraction(10) ** (n - fraction), 1), one, 10 * one)
-            options.append(seq(spelled(values, fraction + 1, fraction), exponent(n, n)))
+            options.append(seq(decimal(values, fraction + 1, fraction), exponent(n, n)))
         if first + 1 < last:
-            values = spelled(range(one, 10 * one), fraction + 1, fraction)
+            values = decimal(range(one, 10 * one), fraction + 1, fraction)
             options.append(seq(values, exponent(first + 1, last - 1)))
     return options
 
@@ -2511,7 +2509,7 @@ def exponent(lo: int, hi: int) -> Node:
     """e and a power of ten from lo to hi, in one to three digits."""
 
     def power_of(values: range) -> Node:
-        return alt(*(spelled(part(values, 0, 10**n), n, 0) for n in (1, 2, 3)))
+        return alt(*(decimal(part(values, 0, 10**n), n, 0) for n in (1, 2, 3)))
 
     plus = seq(optional(literal("+")), power_of(range(max(lo, 0), hi + 1)))
     minus = seq(literal("-"), power_of(range(max(-hi, 0), 1 - lo)))
@@ -2542,7 +2540,7 @@ def decimals(most: int) -> Node:
     return optional(seq(literal("."), repeat(DIGIT, 1, most))) if most else NOTHING
 
 
-def spelled(values: range, left: int, point: int | None) -> Node:
+def decimal(values: range, left: int, point: int | None) -> Node:
     """Some of the numbers of `left` digits, the last `point` of them after a point, if wanted.
 
     values: those numbers, read without the point. point: None where it was typed already.
@@ -2557,7 +2555,7 @@ def spelled(values: range, left: int, point: int | None) -> Node:
 
 
 class Digits(Node):
-    """What `spelled` says, of values that are not all. Zeros at the end are optional."""
+    """What `decimal` says, of values that are not all. Zeros at the end are optional."""
 
     def set(self, values, left, point):
         self.null = 0 in values and (point is None or left == point)
@@ -2571,13 +2569,13 @@ class Digits(Node):
         for d in range(10):
             rest = follow(values, d, 10 ** (left - 1))
             if rest:
-                yield 48 + d, 48 + d, spelled(rest, left - 1, point)
+                yield 48 + d, 48 + d, decimal(rest, left - 1, point)
 
 
 class Multiples(Node):
     """What goes on to a multiple of step: least to most digits, perhaps a point and more.
 
-    values: for 0, 1, ... digits before the point, what is then wanted, as `spelled` takes it. The
+    values: for 0, 1, ... digits before the point, what is then wanted, as `decimal` takes it. The
     last of these is so long that every start can be completed; longer ones follow from it.
     """
 
@@ -2587,7 +2585,7 @@ class Multiples(Node):
     def begin(self):
         values, step, least, most, fraction = self.key
         if least == 0:
-            yield from spelled(values[0], fraction, fraction).first()
+            yield from decimal(values[0], fraction, fraction).first()
         if most >= len(values):
             last = values[-1]
             values = *values, range(10 * last.start % step, 10 * last.stop, step)
@@ -2863,7 +2861,7 @@ def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
 @cache
 def escapes(ranges: tuple[tuple[int, int], ...]) -> Node:
     """One of these characters in its escape."""
-    return texts([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
+    return prefix_tree([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
 
 
 def escape(text: str) -> str:
@@ -2881,34 +2879,27 @@ def utf8(ranges) -> Node:
         [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
     ):
         some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
-        options.append(digits(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
+        options.append(encoded(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
         begin = end
     return alt(*options)
 
 
 @lru_cache(1 << 14)
-def digits(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
+def encoded(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
     """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
     if not more:
         return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
-    size = 1 << 6 * more
-    edges, parts = [], {}
+    size, parts = 1 << 6 * more, {}
     for lo, hi in ranges:
-        first, last = lo // size, hi // size
-        if first == last or lo % size:
-            parts.setdefault(first, []).append((lo % size, min(hi - first * size, size - 1)))
-            first += 1
-        if first <= last and hi % size < size - 1:
-            parts.setdefault(last, []).append((0, hi % size))
-            last -= 1
-        if first <= last:
-            edges.append((lead + first, lead + last, digits(((0, size - 1),), more - 1, 0x80)))
-    for n, part in parts.items():
-        edges.append((lead + n, lead + n, digits(tuple(part), more - 1, 0x80)))
-    return forks(edges)
+        for n in range(lo // size, hi // size + 1):
+            part = max(lo - n * size, 0), min(hi - n * size, size - 1)
+            parts.setdefault(n, []).append(part)
+    return forks(
+        [(lead + n, lead + n, encoded(tuple(part), more - 1, 0x80)) for n, part in parts.items()]
+    )
 
 
-def texts(options: list[bytes], depth: int = 0) -> Node:
+def prefix_tree(options: list[bytes], depth: int = 0) -> Node:
     """One of several texts, each beginning written once."""
     if len(options) < 2 or depth == NESTED:
         return alt(*map(literal, options))
@@ -2919,7 +2910,7 @@ def texts(options: list[bytes], depth: int = 0) -> Node:
             tail = option[len(shared) :]
             after.setdefault(tail[0], []).append(tail[1:])
     ends = NOTHING if shared in options else EMPTY
-    edges = [(byte, byte, texts(tails, depth + 1)) for byte, tails in after.items()]
+    edges = [(byte, byte, prefix_tree(tails, depth + 1)) for byte, tails in after.items()]
     return seq(literal(shared), alt(ends, forks(edges)))
 
 
@@ -2940,8 +2931,9 @@ class Reader:
     """A pattern or grammar that is parsed from left to right.
 
     A kind of it has `fail(reason, at)`, which raises SchemaError with the place (by default the one
-    where the reader is), and `escaped(inside)`: the ranges of code points of an escape, after its
-    backslash; inside: of a class.
+    where the reader is); `sequence()`, what stands between two `|`, and `either`, what joins such;
+    and `escaped(inside)`: the ranges of code points of an escape, after its backslash; inside: of
+    a class.
     """
 
     counts = re.compile(r"([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\}")
@@ -2984,13 +2976,19 @@ class Reader:
             self.fail("counts in the wrong order", begin)
         return int(lo), int(hi) if hi else None if comma else int(lo)
 
-    def nested(self, parse):
-        """What parse() returns, for the inside of a group up to its `)`."""
+    def alternatives(self):
+        options = [self.sequence()]
+        while self.take("|"):
+            options.append(self.sequence())
+        return self.either(*options)
+
+    def nested(self):
+        """The inside of a group up to its `)`."""
         begin = self.at - 1
         self.depth += 1
         if self.depth > NESTED:
             self.fail(f"groups nested more than {NESTED} deep", begin)
-        found = parse()
+        found = self.alternatives()
         self.depth -= 1
         if not self.take(")"):
             self.fail("a group without its )", begin)
@@ -3060,11 +3058,10 @@ class Regex(Reader):
         reason = f"{reason}, at character {place} of {self.text[:100]!r}"
         raise SchemaError(self.path, self.keyword, reason)
 
-    def alternatives(self) -> dict:
-        options = [self.sequence()]
-        while self.take("|"):
-            options.append(self.sequence())
-        return either(*options)
+    @staticmethod
+    def either(*options: dict) -> dict:
+        kinds = dict.fromkeys(kind for option in options for kind in option)
+        return {kind: alt(*(o[kind] for o in options if kind in o)) for kind in kinds}
 
     def sequence(self) -> dict:
         begin, parts = self.at, []
@@ -3085,7 +3082,7 @@ class Regex(Reader):
             done = {(False, True): NOTHING}
         elif c == "(":
             self.group()
-            done = self.nested(self.alternatives)
+            done = self.nested()
         elif c in "*+?" or c == "{" and re.match(r"[0-9]*,?[0-9]+,?\}", self.text[self.at :]):
             self.fail("nothing to repeat", begin)
         else:
@@ -3130,7 +3127,7 @@ class Regex(Reader):
             return free(repeat(what.get(FREE, EMPTY), lo, hi))
         if max(lo, hi or 0) > 8:
             self.fail("an anchor that is repeated more than 8 times", begin)
-        maybe = either(what, free(NOTHING))
+        maybe = self.either(what, free(NOTHING))
         more = [maybe] * ((hi or lo) - lo)
         if hi is None:  # all but the first and the last are read where texts are on both sides
             more = [maybe, free(repeat(what.get(FREE, EMPTY))), maybe]
@@ -3196,11 +3193,6 @@ FREE = (False, False)
 def free(node: Node) -> dict:
     """An expression without anchors."""
     return {FREE: node}
-
-
-def either(*options: dict) -> dict:
-    kinds = dict.fromkeys(kind for option in options for kind in option)
-    return {kind: alt(*(o[kind] for o in options if kind in o)) for kind in kinds}
 
 
 def join(one: dict, other: dict) -> dict:
@@ -3269,6 +3261,7 @@ class Gbnf(Reader):
     name = re.compile(r"[A-Za-z0-9_-]+")
     space = re.compile(r"(?:\s|#[^\n]*)*")
     head = re.compile(r"[A-Za-z0-9_-]+(?:\s|#[^\n]*)*::=")
+    either = staticmethod(alt)
 
     def __init__(self, text: str):
         if not isinstance(text, str):
@@ -3307,12 +3300,6 @@ class Gbnf(Reader):
     def rule(self, name: str) -> Rule:
         return self.rules.setdefault(name, Rule(name))
 
-    def alternatives(self) -> Node:
-        options = [self.sequence()]
-        while self.take("|"):
-            options.append(self.sequence())
-        return alt(*options)
-
     def sequence(self) -> Node:
         parts = []
         self.skip()
@@ -3337,7 +3324,7 @@ class Gbnf(Reader):
         if c == '"':
             return self.string(begin)
         if c == "(":
-            return self.nested(self.alternatives)
+            return self.nested()
         if c == "[":
             return char(minus(self.members(), SURROGATES))
         if c == ".":
@@ -3408,14 +3395,8 @@ def expected(grammar: Grammar, config: int) -> str:
     """What may come next, in bytes."""
     machine = grammar.machine
     stacks, ends = machine.configs[config]
-    ranges = [edge for number, _ in stacks for edge in machine.look(number).edges]
-    joined: list[list[int]] = []
-    for lo, hi, _ in split(ranges):
-        if joined and joined[-1][1] == lo - 1:
-            joined[-1][1] = hi
-        else:
-            joined.append([lo, hi])
-    return ", ".join([shown(lo, hi) for lo, hi in joined] + ["the end"] * ends)
+    ranges = [edge[:2] for number, _ in stacks for edge in machine.look(number).edges]
+    return ", ".join([shown(lo, hi) for lo, hi in merged(ranges)] + ["the end"] * ends)
 
 
 def bytes_only() -> Vocabulary:
@@ -3540,9 +3521,6 @@ BENCH = {
 
 def standard_words(most: int) -> list[bytes]:
     """A vocabulary to time with: all bytes, and the most frequent pieces of Python's own source."""
-    import re
-    from collections import Counter
-
     counts = Counter()
     for path in sorted(Path(json.__file__).parents[1].glob("*.py")):
         text = path.read_bytes()
@@ -3571,7 +3549,6 @@ def cut(vocabulary: Vocabulary, words: str) -> list[int]:
 
 def bench() -> str:
     """Compile and mask times, this process alone."""
-    begun = perf_counter()
     tokens = standard_words(32_000)
     built = perf_counter()
     vocabulary = Vocabulary([*tokens, None], [len(tokens)])

@@ -1075,7 +1075,7 @@ def check(root: Rule) -> None:
     nodes = reachable(root)
     rules = dict.fromkeys([root, *(node.key[0] for node in nodes if type(node) is Call)])
     ends = closure(nodes, lambda node: node is not EMPTY)
-    endless = {rule for rule in rules if not ends(rule.body)}
+    endless = {rule for rule in rules if rule.body not in ends}
     if root in endless:
         raise SchemaError("#", "", "it accepts nothing")
     if endless:
@@ -1091,48 +1091,49 @@ def check(root: Rule) -> None:
 
 
 def reachable(root: Rule) -> dict[Node, list[Node]]:
-    """All nodes that call a rule, with their parts; a call's part is what it calls. Parts come
-    before the whole, but for recursion."""
-    nodes, entered, todo = {}, set(), [root.body]
+    """The nodes that call rules, with their parts, and these parts; a call's part is what it
+    calls. Parts come before the whole, but for recursion."""
+    nodes, entered, todo = {}, {}, [root.body]
     while todo:
         node = todo.pop()
-        parts = [node.key[0].body] if type(node) is Call else parts_of(node)
         if node in entered:
-            nodes[node] = parts
-        elif node.calls:
-            entered.add(node)
-            todo += [node, *parts]
+            nodes[node] = entered[node]
+        else:
+            parts = [node.key[0].body] if type(node) is Call else parts_of(node)
+            entered[node] = parts if node.calls else []
+            todo += [node, *(part for part in entered[node] if part not in entered)]
     return nodes
 
 
-def closure(nodes: dict[Node, list[Node]], leaf):
-    """A function that tells which nodes have a text of which all leaves pass: the least fixed
-    point. leaf: the same for what calls no rule."""
+def closure(nodes: dict[Node, list[Node]], leaf) -> set[Node]:
+    """The nodes that have a text of which all leaves pass: the least fixed point. leaf: the same
+    for what calls no rule."""
     found: set[Node] = set()
-
-    def passes(node: Node) -> bool:
-        return node in found if node.calls else leaf(node)
-
     left, before = list(nodes), None
     while len(left) != before:  # parts come first: a second round is there for recursion
         before, here, left = len(left), left, []
         for node in here:
-            every = any if type(node) is Alt else all
-            if type(node) is Repeat and node.key[1] == 0 or every(map(passes, nodes[node])):
+            if not node.calls:
+                passes = leaf(node)
+            elif type(node) is Alt:
+                passes = not found.isdisjoint(nodes[node])
+            else:
+                passes = type(node) is Repeat and not node.key[1] or found.issuperset(nodes[node])
+            if passes:
                 found.add(node)
             else:
                 left.append(node)
-    return passes
+    return found
 
 
-def heads(node: Node, empty):
-    """The rules that a text of the node may begin with; empty(node): it may read nothing."""
+def heads(node: Node, empty: set[Node]):
+    """The rules that a text of the node may begin with; empty: the nodes that may read nothing."""
     todo = [node]
     while todo:
         node = todo.pop()
         if type(node) is Call:
             yield node.key[0]
-        elif type(node) is Seq and not empty(node.key[0]):
+        elif type(node) is Seq and node.key[0] not in empty:
             todo.append(node.key[0])
         elif node.calls:
             todo += parts_of(node)[::-1]

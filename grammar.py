@@ -2378,6 +2378,334 @@ def leap_seconds() -> str:
 FORMATS = formats()
 
 
+# ---------------------------------------------------------------- JSON strings
+
+
+def string(lo: int = 0, hi: int | None = None, patterns: list[Node] = ()) -> Node:
+    """JSON strings, with their quotes, of lo to hi characters that match all patterns.
+
+    patterns: sets of texts over code points, as `parse_regex` makes them. A character counts as
+    one however it is spelled; those that a pattern asks for are spelled in one way, see `char`.
+    EMPTY where there is no such string.
+    """
+    patterns = tuple(p for p in dict.fromkeys(patterns) if p is not ALL)
+    if not patterns:
+        return quoted(CHAR, lo, hi)
+    if len(patterns) == 1 and type(patterns[0]) is Repeat and one_character(patterns[0].key[0]):
+        what, least, most = patterns[0].key  # [a-z]{2,20}: the counts meet
+        most = min((n for n in (hi, most) if n is not None), default=None)
+        return quoted(spell(what, json=True), max(lo, least), most)
+    if len(patterns) == 1 and (lo, hi) == (0, None):
+        return quoted(spell(patterns[0], json=True))
+    return quoted(both(patterns).text(0, lo, hi))
+
+
+def quoted(node: Node, lo: int = 1, hi: int | None = 1) -> Node:
+    return EMPTY if hi is not None and lo > hi else seq(QUOTE, repeat(node, lo, hi), QUOTE)
+
+
+def one_character(node: Node) -> bool:
+    return all(type(n) is Symbol for n in (node.key if type(node) is Alt else [node]))
+
+
+def keys(names: list[str], patterns: list[Node] = ()) -> list[tuple[frozenset, Node]]:
+    """JSON strings other than the names, by the set of (indices of) patterns that they match.
+
+    Each character is spelled in one way, so that no name comes back as an escape. Where a name is
+    complete, neither its quote nor a backslash may follow: a model that writes a name in the
+    wrong place can then only make it longer, not escape the quote that it wanted.
+
+    Example: keys(["ab"], [parse_regex("^a", search=True)]) -> [({}, "", "b", "ba", ...),
+    ({0}, "a", "abc", ...)]
+    """
+    if not patterns:
+        return [(frozenset(), quoted(other(names)))]
+    spelled = [seq(*(Symbol(ord(c), ord(c)) for c in name)) for name in dict.fromkeys(names)]
+    moves, states = determine((*patterns, *spelled, ALL))
+    matched = [{i for i, rest in state if rest.null} for state in states]
+    for number, found in enumerate(matched):
+        if any(len(patterns) <= i < len(patterns) + len(spelled) for i in found):
+            moves[number] = [(minus(ranges, ESCAPED), then) for ranges, then in moves[number]]
+            found.clear()
+            found.add(None)  # no set of patterns
+    sets = [frozenset(found - {len(patterns) + len(spelled)}) for found in matched]
+    groups = []
+    for which in dict.fromkeys(s for s in sets if None not in s):
+        text = Dfa(moves, [s == which for s in sets], char(ANY, json=True)).text(0, 0)
+        if text is not EMPTY:
+            groups.append((which, quoted(text)))
+    return groups
+
+
+class Other(Node):
+    """Texts in a JSON string that are none of these, which begin with what was read so far."""
+
+    def set(self, *names):
+        self.null = "" not in names
+
+    def begin(self):
+        after: dict[int, list[str]] = {}
+        for name in self.key:
+            if name:
+                after.setdefault(ord(name[0]), []).append(name[1:])
+        paths = [([(code, code)], other(names)) for code, names in after.items()]
+        paths.append((minus(ANY, [(code, code) for code in after]), other(())))
+        for ranges, rest in paths:
+            ranges = merged(ranges) if self.null else minus(ranges, ESCAPED)
+            for lo, hi, more in char(ranges, json=True).first():
+                yield lo, hi, seq(more, rest)
+
+
+def other(names) -> Node:
+    return Other(*sorted(set(names))) if names else repeat(char(ANY, json=True))
+
+
+class Dfa:
+    """Patterns as a finite automaton over code points; states are numbers, 0 is the first.
+
+    moves: for each state [(ranges, next state)]. ends: whether a text may end in it. wild: the node
+    of any character, for states from which all texts are good.
+
+    A length bound asks: from this state, does a text of k characters end for some k in need..left?
+    The set of states from which one of exactly k ends follows from the set for k - 1, so the sets
+    repeat after `start` with a `period`; one table of them answers for every length.
+
+    Example: (ab)* has states 0, 1 and the sets {0}, {1}, {0}, ...: start 0, period 2
+    """
+
+    def __init__(self, moves: list[list], ends: list[bool], wild: Node):
+        self.moves, self.ends, self.wild = moves, ends, wild
+        self.free = {s for s, move in enumerate(moves) if ends[s] and move == [(ANY, s)]}
+        arrows = [(s, then) for s, move in enumerate(moves) for _, then in move]
+        source, target = np.array(arrows, np.int64).reshape(-1, 2).T
+        sets, seen, now = [], {}, np.array(ends)
+        limit = CELLS // len(moves)
+        while seen.setdefault(now.tobytes(), len(sets)) == len(sets):
+            sets.append(now)
+            if len(sets) > limit:
+                raise SchemaError("#", "pattern", "its lengths need too large a table")
+            now = np.zeros(len(moves), bool)
+            now[source[sets[-1][target]]] = True
+        self.start = seen[now.tobytes()]
+        self.period = len(sets) - self.start
+        self.table = np.ascontiguousarray(np.array(sets).T)  # (states, start + period)
+
+    def shortest(self, state: int, need: int) -> int | None:
+        """The least number of characters, `need` or more, after which a text ends."""
+        row = self.table[state]
+        at = need if need < self.start else self.start + (need - self.start) % self.period
+        for begin, skipped in ((at, -at), (self.start, len(row) - at - self.start)):
+            found = begin + int(row[begin:].argmax())
+            if row[found]:
+                return need + found + skipped
+        return None
+
+    def text(self, state: int, need: int, left: int | None = None) -> Node:
+        """The texts from a state on, of `need` to `left` characters."""
+        length = self.shortest(state, need)
+        if length is None or left is not None and length > left:
+            return EMPTY
+        return (
+            repeat(self.wild, need, left) if state in self.free else Text(self, state, need, left)
+        )
+
+
+class Text(Node):
+    """The texts that a Dfa reads from a state, of `need` to `left` more characters, in JSON."""
+
+    def set(self, dfa, state, need, left):
+        self.null = not need and dfa.ends[state]
+
+    def begin(self):
+        dfa, state, need, left = self.key
+        for ranges, then in dfa.moves[state]:
+            rest = dfa.text(then, max(need - 1, 0), left if left is None else left - 1)
+            if rest is not EMPTY:
+                for lo, hi, more in char(ranges, json=True).first():
+                    yield lo, hi, seq(more, rest)
+
+    def clamp(self, longest):
+        dfa, state, need, left = self.key
+        if longest is None:
+            return Text(dfa, state, 0, None)
+        most = longest + dfa.start + dfa.period  # lengths from here on repeat with the period
+        if left is not None and left > most and left - need >= dfa.period:
+            left = None
+        if left is None:
+            return Text(dfa, state, min(need, most), None)
+        past = max(need - most, 0) // dfa.period * dfa.period
+        return Text(dfa, state, need - past, left - past)
+
+
+@lru_cache(256)
+def both(patterns: tuple[Node, ...]) -> Dfa:
+    """The texts that match all patterns."""
+    moves, states = determine(patterns)
+    ends = [len({i for i, rest in state if rest.null}) == len(patterns) for state in states]
+    return Dfa(moves, ends, CHAR)
+
+
+def determine(patterns: tuple[Node, ...]) -> tuple[list[list], list[frozenset]]:
+    """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest)."""
+    start = frozenset(enumerate(patterns))
+    numbers, states, moves = {start: 0}, [start], []
+    deadline = thread_time() + COMPILE_S
+    for state in states:  # grows on the way
+        found: dict[int, list] = {}
+        edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
+        for lo, hi, then in split(edges):
+            full = {i for i, rest in then if rest is ALL}
+            then = frozenset((i, rest) for i, rest in then if rest is ALL or i not in full)
+            number = numbers.setdefault(then, len(states))
+            if number == len(states):
+                states.append(then)
+            found.setdefault(number, []).append((lo, hi))
+        moves.append([(merged(ranges), number) for number, ranges in found.items()])
+        if len(states) > DFA_STATES or thread_time() > deadline:
+            limit = f"{COMPILE_S} s" if len(states) <= DFA_STATES else f"{DFA_STATES} states"
+            reason = f"with lengths, names or other patterns it needs more than {limit}"
+            raise SchemaError("#", "pattern", reason)
+    return moves, states
+
+
+# ---------------------------------------------------------------- characters as bytes
+
+
+def merged(ranges) -> tuple[tuple[int, int], ...]:
+    """The same code points in order, in the fewest ranges."""
+    done: list[tuple[int, int]] = []
+    for lo, hi in sorted(ranges):
+        if done and lo <= done[-1][1] + 1:
+            done[-1] = done[-1][0], max(hi, done[-1][1])
+        else:
+            done.append((lo, hi))
+    return tuple(done)
+
+
+def inverse(ranges) -> tuple[tuple[int, int], ...]:
+    """All other numbers up to the last code point."""
+    done, begin = [], 0
+    for lo, hi in [*merged(ranges), (LAST + 1, LAST + 1)]:
+        if begin < lo:
+            done.append((begin, lo - 1))
+        begin = hi + 1
+    return tuple(done)
+
+
+def minus(ranges, others) -> tuple[tuple[int, int], ...]:
+    """The code points of the ranges that are not in the others."""
+    return inverse([*inverse(ranges), *others])
+
+
+LAST = 0x10FFFF  # code point
+SURROGATES = ((0xD800, 0xDFFF),)
+ANY = minus([(0, LAST)], SURROGATES)
+ALL = repeat(symbols(*ANY))  # all texts
+ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what cannot stand raw in a JSON string
+QUOTE = literal('"')
+
+
+@lru_cache(1 << 12)
+def spell(node: Node, json: bool = False) -> Node:
+    """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
+    if type(node) is Seq:
+        done, run = [], ""
+        for part in [*node.parts(), NOTHING]:
+            if type(part) is Symbol and part.key[0] == part.key[1]:
+                run += chr(part.key[0])
+            else:
+                done += [literal(escape(run) if json else run), spell(part, json)]
+                run = ""
+        return seq(*done)
+    if type(node) in (Symbol, Alt):
+        options = node.key if type(node) is Alt else [node]
+        ranges = merged(o.key for o in options if type(o) is Symbol)
+        one = CHAR if json and ranges == ANY else char(ranges, json)
+        return alt(one, *(spell(o, json) for o in options if type(o) is not Symbol))
+    if type(node) is Repeat:
+        what, lo, hi = node.key
+        return repeat(spell(what, json), lo, hi)
+    return node
+
+
+@lru_cache(1 << 14)
+def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
+    """One of these code points in UTF-8.
+
+    In JSON each is spelled in one way: a quote, a backslash and controls with the short escape
+    or else four digits in lower case, all others raw.
+    """
+    if not json:
+        return utf8(ranges)
+    return alt(utf8(minus(ranges, ESCAPED)), escapes(minus(ESCAPED, inverse(ranges))))
+
+
+@cache
+def escapes(ranges: tuple[tuple[int, int], ...]) -> Node:
+    """One of these characters in its escape."""
+    return prefix_tree([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
+
+
+def escape(text: str) -> str:
+    """The text as it stands between quotes in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def utf8(ranges) -> Node:
+    """One of these code points as 1 to 4 bytes.
+
+    Example: 0x7f-0x80 -> 7f | c2 80; 0x800-0xffff -> e0 a0-bf 80-bf | e1-ef 80-bf 80-bf
+    """
+    options, begin = [], 0
+    for more, (lead, end) in enumerate(
+        [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
+    ):
+        some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
+        options.append(encoded(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
+        begin = end
+    return alt(*options)
+
+
+@lru_cache(1 << 14)
+def encoded(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
+    """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
+    if not more:
+        return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
+    size, parts = 1 << 6 * more, {}
+    for lo, hi in ranges:
+        for n in range(lo // size, hi // size + 1):
+            part = max(lo - n * size, 0), min(hi - n * size, size - 1)
+            parts.setdefault(n, []).append(part)
+    return forks(
+        [(lead + n, lead + n, encoded(tuple(part), more - 1, 0x80)) for n, part in parts.items()]
+    )
+
+
+def prefix_tree(options: list[bytes], depth: int = 0) -> Node:
+    """One of several texts, each beginning written once."""
+    if len(options) < 2 or depth == NESTED:
+        return alt(*map(literal, options))
+    shared = commonprefix(options)
+    after: dict[int, list[bytes]] = {}
+    for option in options:
+        if option != shared:
+            tail = option[len(shared) :]
+            after.setdefault(tail[0], []).append(tail[1:])
+    ends = NOTHING if shared in options else EMPTY
+    edges = [(byte, byte, prefix_tree(tails, depth + 1)) for byte, tails in after.items()]
+    return seq(literal(shared), alt(ends, forks(edges)))
+
+
+def forks(edges: list[tuple[int, int, Node]]) -> Node:
+    """A first byte in lo..hi, then the rest; neighbours with the same rest are one."""
+    done: list[tuple[int, int, Node]] = []
+    for lo, hi, rest in sorted(edges, key=lambda edge: edge[0]):
+        if done and done[-1][1] + 1 == lo and done[-1][2] is rest:
+            lo = done.pop()[0]
+        done.append((lo, hi, rest))
+    return alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in done))
+
+
 # ---------------------------------------------------------------- JSON numbers
 
 DIGIT = Symbol(48, 57)
@@ -2603,326 +2931,6 @@ def multiples(step: int, least: int, most: int, fraction: int) -> Node:
     enough = next((n for n, v in enumerate(values) if v.stop >= step), most)
     start = Multiples(tuple(values[: enough + 1]), step, least, most, fraction).first()
     return alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in start if lo > 48))
-
-
-# ---------------------------------------------------------------- JSON strings
-
-
-def string(lo: int = 0, hi: int | None = None, patterns: list[Node] = ()) -> Node:
-    """JSON strings, with their quotes, of lo to hi characters that match all patterns.
-
-    patterns: sets of texts over code points, as `parse_regex` makes them. A character counts as
-    one however it is spelled; those that a pattern asks for are spelled in one way, see `char`.
-    EMPTY where there is no such string.
-    """
-    patterns = tuple(p for p in dict.fromkeys(patterns) if p is not ALL)
-    if not patterns:
-        return quoted(CHAR, lo, hi)
-    if len(patterns) == 1 and type(patterns[0]) is Repeat and one_character(patterns[0].key[0]):
-        what, least, most = patterns[0].key  # [a-z]{2,20}: the counts meet
-        most = min((n for n in (hi, most) if n is not None), default=None)
-        return quoted(spell(what, json=True), max(lo, least), most)
-    if len(patterns) == 1 and (lo, hi) == (0, None):
-        return quoted(spell(patterns[0], json=True))
-    return quoted(both(patterns).text(0, lo, hi))
-
-
-def quoted(node: Node, lo: int = 1, hi: int | None = 1) -> Node:
-    return EMPTY if hi is not None and lo > hi else seq(QUOTE, repeat(node, lo, hi), QUOTE)
-
-
-def one_character(node: Node) -> bool:
-    return all(type(n) is Symbol for n in (node.key if type(node) is Alt else [node]))
-
-
-def keys(names: list[str], patterns: list[Node] = ()) -> list[tuple[frozenset, Node]]:
-    """JSON strings other than the names, by the set of (indices of) patterns that they match.
-
-    Each character is spelled in one way, so that no name comes back as an escape. Where a name is
-    complete, neither its quote nor a backslash may follow: a model that writes a name in the
-    wrong place can then only make it longer, not escape the quote that it wanted.
-
-    Example: keys(["ab"], [parse_regex("^a", search=True)]) -> [({}, "", "b", "ba", ...),
-    ({0}, "a", "abc", ...)]
-    """
-    if not patterns:
-        return [(frozenset(), quoted(other(names)))]
-    spelled = [seq(*(Symbol(ord(c), ord(c)) for c in name)) for name in dict.fromkeys(names)]
-    moves, states = determine((*patterns, *spelled, ALL))
-    matched = [{i for i, rest in state if rest.null} for state in states]
-    for number, found in enumerate(matched):
-        if any(len(patterns) <= i < len(patterns) + len(spelled) for i in found):
-            moves[number] = [(minus(ranges, ESCAPED), then) for ranges, then in moves[number]]
-            found.clear()
-            found.add(None)  # no set of patterns
-    sets = [frozenset(found - {len(patterns) + len(spelled)}) for found in matched]
-    groups = []
-    for which in dict.fromkeys(s for s in sets if None not in s):
-        text = Dfa(moves, [s == which for s in sets], char(ANY, json=True)).text(0, 0)
-        if text is not EMPTY:
-            groups.append((which, quoted(text)))
-    return groups
-
-
-class Other(Node):
-    """Texts in a JSON string that are none of these, which begin with what was read so far."""
-
-    def set(self, *names):
-        self.null = "" not in names
-
-    def begin(self):
-        after: dict[int, list[str]] = {}
-        for name in self.key:
-            if name:
-                after.setdefault(ord(name[0]), []).append(name[1:])
-        paths = [([(code, code)], other(names)) for code, names in after.items()]
-        paths.append((minus(ANY, [(code, code) for code in after]), other(())))
-        for ranges, rest in paths:
-            ranges = merged(ranges) if self.null else minus(ranges, ESCAPED)
-            for lo, hi, more in char(ranges, json=True).first():
-                yield lo, hi, seq(more, rest)
-
-
-def other(names) -> Node:
-    return Other(*sorted(set(names))) if names else repeat(char(ANY, json=True))
-
-
-class Dfa:
-    """Patterns as a finite automaton over code points; states are numbers, 0 is the first.
-
-    moves: for each state [(ranges, next state)]. ends: whether a text may end in it. wild: the node
-    of any character, for states from which all texts are good.
-
-    A length bound asks: from this state, does a text of k characters end for some k in need..left?
-    The set of states from which one of exactly k ends follows from the set for k - 1, so the sets
-    repeat after `start` with a `period`; one table of them answers for every length.
-
-    Example: (ab)* has states 0, 1 and the sets {0}, {1}, {0}, ...: start 0, period 2
-    """
-
-    def __init__(self, moves: list[list], ends: list[bool], wild: Node):
-        self.moves, self.ends, self.wild = moves, ends, wild
-        self.free = {s for s, move in enumerate(moves) if ends[s] and move == [(ANY, s)]}
-        arrows = [(s, then) for s, move in enumerate(moves) for _, then in move]
-        source, target = np.array(arrows, np.int64).reshape(-1, 2).T
-        sets, seen, now = [], {}, np.array(ends)
-        limit = CELLS // len(moves)
-        while seen.setdefault(now.tobytes(), len(sets)) == len(sets):
-            sets.append(now)
-            if len(sets) > limit:
-                raise SchemaError("#", "pattern", "its lengths need too large a table")
-            now = np.zeros(len(moves), bool)
-            now[source[sets[-1][target]]] = True
-        self.start = seen[now.tobytes()]
-        self.period = len(sets) - self.start
-        self.table = np.ascontiguousarray(np.array(sets).T)  # (states, start + period)
-
-    def shortest(self, state: int, need: int) -> int | None:
-        """The least number of characters, `need` or more, after which a text ends."""
-        row = self.table[state]
-        at = need if need < self.start else self.start + (need - self.start) % self.period
-        for begin, skipped in ((at, -at), (self.start, len(row) - at - self.start)):
-            found = begin + int(row[begin:].argmax())
-            if row[found]:
-                return need + found + skipped
-        return None
-
-    def text(self, state: int, need: int, left: int | None = None) -> Node:
-        """The texts from a state on, of `need` to `left` characters."""
-        length = self.shortest(state, need)
-        if length is None or left is not None and length > left:
-            return EMPTY
-        return (
-            repeat(self.wild, need, left) if state in self.free else Text(self, state, need, left)
-        )
-
-
-class Text(Node):
-    """The texts that a Dfa reads from a state, of `need` to `left` more characters, in JSON."""
-
-    def set(self, dfa, state, need, left):
-        self.null = not need and dfa.ends[state]
-
-    def begin(self):
-        dfa, state, need, left = self.key
-        for ranges, then in dfa.moves[state]:
-            rest = dfa.text(then, max(need - 1, 0), left if left is None else left - 1)
-            if rest is not EMPTY:
-                for lo, hi, more in char(ranges, json=True).first():
-                    yield lo, hi, seq(more, rest)
-
-    def clamp(self, longest):
-        dfa, state, need, left = self.key
-        if longest is None:
-            return Text(dfa, state, 0, None)
-        most = longest + dfa.start + dfa.period  # lengths from here on repeat with the period
-        if left is not None and left > most and left - need >= dfa.period:
-            left = None
-        if left is None:
-            return Text(dfa, state, min(need, most), None)
-        past = max(need - most, 0) // dfa.period * dfa.period
-        return Text(dfa, state, need - past, left - past)
-
-
-@lru_cache(256)
-def both(patterns: tuple[Node, ...]) -> Dfa:
-    """The texts that match all patterns."""
-    moves, states = determine(patterns)
-    ends = [len({i for i, rest in state if rest.null}) == len(patterns) for state in states]
-    return Dfa(moves, ends, CHAR)
-
-
-def determine(patterns: tuple[Node, ...]) -> tuple[list[list], list[frozenset]]:
-    """The moves of a Dfa for several patterns at once, and its states: sets of (index, rest)."""
-    start = frozenset(enumerate(patterns))
-    numbers, states, moves = {start: 0}, [start], []
-    deadline = thread_time() + COMPILE_S
-    for state in states:  # grows on the way
-        found: dict[int, list] = {}
-        edges = [(lo, hi, (i, then)) for i, rest in state for lo, hi, then in rest.first()]
-        for lo, hi, then in split(edges):
-            full = {i for i, rest in then if rest is ALL}
-            then = frozenset((i, rest) for i, rest in then if rest is ALL or i not in full)
-            number = numbers.setdefault(then, len(states))
-            if number == len(states):
-                states.append(then)
-            found.setdefault(number, []).append((lo, hi))
-        moves.append([(merged(ranges), number) for number, ranges in found.items()])
-        if len(states) > DFA_STATES or thread_time() > deadline:
-            limit = f"{COMPILE_S} s" if len(states) <= DFA_STATES else f"{DFA_STATES} states"
-            reason = f"with lengths, names or other patterns it needs more than {limit}"
-            raise SchemaError("#", "pattern", reason)
-    return moves, states
-
-
-# ---------------------------------------------------------------- characters as bytes
-
-
-def merged(ranges) -> tuple[tuple[int, int], ...]:
-    """The same code points in order, in the fewest ranges."""
-    done: list[tuple[int, int]] = []
-    for lo, hi in sorted(ranges):
-        if done and lo <= done[-1][1] + 1:
-            done[-1] = done[-1][0], max(hi, done[-1][1])
-        else:
-            done.append((lo, hi))
-    return tuple(done)
-
-
-def inverse(ranges) -> tuple[tuple[int, int], ...]:
-    """All other numbers up to the last code point."""
-    done, begin = [], 0
-    for lo, hi in [*merged(ranges), (LAST + 1, LAST + 1)]:
-        if begin < lo:
-            done.append((begin, lo - 1))
-        begin = hi + 1
-    return tuple(done)
-
-
-def minus(ranges, others) -> tuple[tuple[int, int], ...]:
-    """The code points of the ranges that are not in the others."""
-    return inverse([*inverse(ranges), *others])
-
-
-@lru_cache(1 << 12)
-def spell(node: Node, json: bool = False) -> Node:
-    """A set of texts over code points as one over bytes: UTF-8, in JSON with its escapes."""
-    if type(node) is Seq:
-        done, run = [], ""
-        for part in [*node.parts(), NOTHING]:
-            if type(part) is Symbol and part.key[0] == part.key[1]:
-                run += chr(part.key[0])
-            else:
-                done += [literal(escape(run) if json else run), spell(part, json)]
-                run = ""
-        return seq(*done)
-    if type(node) in (Symbol, Alt):
-        options = node.key if type(node) is Alt else [node]
-        ranges = merged(o.key for o in options if type(o) is Symbol)
-        one = CHAR if json and ranges == ANY else char(ranges, json)
-        return alt(one, *(spell(o, json) for o in options if type(o) is not Symbol))
-    if type(node) is Repeat:
-        what, lo, hi = node.key
-        return repeat(spell(what, json), lo, hi)
-    return node
-
-
-@lru_cache(1 << 14)
-def char(ranges: tuple[tuple[int, int], ...], json: bool = False) -> Node:
-    """One of these code points in UTF-8.
-
-    In JSON each is spelled in one way: a quote, a backslash and controls with the short escape
-    or else four digits in lower case, all others raw.
-    """
-    if not json:
-        return utf8(ranges)
-    return alt(utf8(minus(ranges, ESCAPED)), escapes(minus(ESCAPED, inverse(ranges))))
-
-
-@cache
-def escapes(ranges: tuple[tuple[int, int], ...]) -> Node:
-    """One of these characters in its escape."""
-    return prefix_tree([escape(chr(c)).encode() for lo, hi in ranges for c in range(lo, hi + 1)])
-
-
-def escape(text: str) -> str:
-    """The text as it stands between quotes in JSON."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def utf8(ranges) -> Node:
-    """One of these code points as 1 to 4 bytes.
-
-    Example: 0x7f-0x80 -> 7f | c2 80; 0x800-0xffff -> e0 a0-bf 80-bf | e1-ef 80-bf 80-bf
-    """
-    options, begin = [], 0
-    for more, (lead, end) in enumerate(
-        [(0, 0x80), (0xC0, 0x800), (0xE0, 1 << 16), (0xF0, 1 << 21)]
-    ):
-        some = [(max(lo, begin), min(hi, end - 1)) for lo, hi in ranges]
-        options.append(encoded(tuple((lo, hi) for lo, hi in some if lo <= hi), more, lead))
-        begin = end
-    return alt(*options)
-
-
-@lru_cache(1 << 14)
-def encoded(ranges: tuple[tuple[int, int], ...], more: int, lead: int) -> Node:
-    """Numbers as a byte that counts from `lead`, and `more` bytes with 6 bits each."""
-    if not more:
-        return symbols(*((lead + lo, lead + hi) for lo, hi in ranges))
-    size, parts = 1 << 6 * more, {}
-    for lo, hi in ranges:
-        for n in range(lo // size, hi // size + 1):
-            part = max(lo - n * size, 0), min(hi - n * size, size - 1)
-            parts.setdefault(n, []).append(part)
-    return forks(
-        [(lead + n, lead + n, encoded(tuple(part), more - 1, 0x80)) for n, part in parts.items()]
-    )
-
-
-def prefix_tree(options: list[bytes], depth: int = 0) -> Node:
-    """One of several texts, each beginning written once."""
-    if len(options) < 2 or depth == NESTED:
-        return alt(*map(literal, options))
-    shared = commonprefix(options)
-    after: dict[int, list[bytes]] = {}
-    for option in options:
-        if option != shared:
-            tail = option[len(shared) :]
-            after.setdefault(tail[0], []).append(tail[1:])
-    ends = NOTHING if shared in options else EMPTY
-    edges = [(byte, byte, prefix_tree(tails, depth + 1)) for byte, tails in after.items()]
-    return seq(literal(shared), alt(ends, forks(edges)))
-
-
-def forks(edges: list[tuple[int, int, Node]]) -> Node:
-    """A first byte in lo..hi, then the rest; neighbours with the same rest are one."""
-    done: list[tuple[int, int, Node]] = []
-    for lo, hi, rest in sorted(edges, key=lambda edge: edge[0]):
-        if done and done[-1][1] + 1 == lo and done[-1][2] is rest:
-            lo = done.pop()[0]
-        done.append((lo, hi, rest))
-    return alt(*(seq(Symbol(lo, hi), rest) for lo, hi, rest in done))
 
 
 # ---------------------------------------------------------------- regular expressions
@@ -3221,11 +3229,6 @@ def categories() -> dict[str, tuple[tuple[int, int], ...]]:
     return {name: merged(ranges) for name, ranges in found.items()}
 
 
-LAST = 0x10FFFF  # code point
-SURROGATES = ((0xD800, 0xDFFF),)
-ANY = minus([(0, LAST)], SURROGATES)
-ALL = repeat(symbols(*ANY))  # all texts
-ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what cannot stand raw in a JSON string
 CLASSES = {
     "d": ((48, 57),),
     "w": ((48, 57), (65, 90), (95, 95), (97, 122)),
@@ -3235,7 +3238,6 @@ CLASSES = {
     ),
 }
 CATEGORIES = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "digit": "Nd"}
-QUOTE = literal('"')
 CHAR = spell(  # of a JSON string, in all its spellings
     parse_regex(
         r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|'

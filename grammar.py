@@ -66,6 +66,8 @@ PATCHES = 256  # most nodes at which a state differs from its usual one
 INFINITE = 1 << 30  # characters
 COMPILE_S = 2.0  # longest compilation, in seconds of this thread: a busy machine refuses nothing
 MASK_S = 2.0  # longest mask
+FORCED = 1024  # most bytes of one forced text
+HEALED = 4  # last tokens of a forced text that a longer one may replace
 DFA_STATES = 10_000  # most states of a pattern with lengths, or of several at once
 CELLS = 1 << 25  # bytes of a table of lengths
 NESTED = 64  # groups
@@ -633,7 +635,12 @@ class Machine:
         return keep(self.parts, (number, frame), union(masks))
 
     def clamp(self, number: int, frontier: int = 0) -> int:
-        """A state whose walk is the same: far from its limit, a count does not matter."""
+        """A state whose walk is the same: far from its limit, a count does not matter.
+
+        Example: where no token is over 16 bytes, [a-z]{0,900} walks as [a-z]* does. Of what is
+        not `counted`, such as a pattern beside a maxLength of 12, the same holds where no token
+        has more than 10 bytes in it (its `reach`).
+        """
         done = self.clamped.get((number, frontier > 0))
         if done is None:
             done, rests = number, self.states[number].rests
@@ -707,7 +714,8 @@ class Machine:
     def patched(self, number: int) -> tuple | None:
         """`walk` of a state that differs in few places from the one that most bytes lead to.
 
-        A key that is none of three names differs in few places from any text. None for others.
+        Example: at the key of an object with "name", most bytes lead to "any other key"; its walk
+        is taken, and corrected at the nodes n, na, nam, name, name". None where that does not hold.
         """
         usual = self.usual(number)
         if usual == number or not self.look(number).wide or self.usual(usual) != usual:
@@ -819,10 +827,15 @@ class Machine:
         return states, counts
 
     def counted(self, number: int) -> tuple[int, int, int] | None:
-        """For a state "lo to hi times a character, then a rest": the state without the counts.
+        """For a state "lo to hi times a character, then a rest": (the state without the counts,
+        lo, hi). None if it is anything else.
 
-        None if it is anything else. The characters must be told apart from each other and from
-        the rest, so that a text has been in the state without counts once for each of them.
+        One sweep of the state without the counts serves all lo and hi: it notes how many characters
+        each token ends and begins. The characters must be told apart from each other and from the
+        rest, so that a token has been in that state once for each of them.
+
+        Example: [a-z]{lo,hi}" is swept as [a-z]*". The token ab" has ended 2 characters and is in
+        the rest: allowed where lo <= 2 <= hi. The token ab has begun 2: allowed where 2 <= hi.
         """
         rests = self.states[number].rests
         rest = next(iter(rests), None)
@@ -865,11 +878,11 @@ class Machine:
         return number
 
     def sweep_counted(self, home: int, frontier: int):
-        """`sweep` of a state without counts, and how many characters were begun at each node.
+        """`sweep` of a state without counts, with the characters that a node has ended and begun.
 
-        Returns that number for each id (from the root; too large for all that do not end within
-        characters); (nodes, states, characters ended, characters begun, whether it is in the rest)
-        of all nodes; and the first three of the nodes in the rest.
+        Returns the number begun for each id (from the root; too large for those that do not end
+        within characters); (nodes, states, ended, begun, whether in the rest) of all nodes; and the
+        first three of these for the nodes in the rest.
         """
         found = self.sweeps.get((home, frontier))
         if found is None:
@@ -1062,10 +1075,6 @@ class Matcher:
         return ids
 
 
-FORCED = 1024  # most bytes of one forced text
-HEALED = 4  # last tokens of a forced text that a longer one may replace
-
-
 def check(root: Rule) -> None:
     """Takes out what can never be finished; refuses a root without an end, and left recursion.
 
@@ -1215,7 +1224,12 @@ def canonical(value) -> str:
 
 
 class Condition:
-    """What binds the values of one kind. A place is (path, keyword)."""
+    """What binds the values of one kind. A place is (path, keyword).
+
+    An alternative meets all of its conditions. What does not meet them meets the opposite of one:
+    not (at least 2 and at most 5) is below 2, or above 5. An opposite is conditions again, where
+    there are such (`Bound`, `Members`), else `Not`.
+    """
 
     evaluates = False  # what it names is not left for an `unevaluated...`
     negatable = False  # texts can be built for its negation
@@ -1809,7 +1823,10 @@ class Schema:
         return found
 
     def without(self, options, others, place: tuple[str, str]) -> tuple[Typed, ...]:
-        """The options but for the values of the others."""
+        """The options but for the values of the others.
+
+        An option that shares no value with another stays whole; else it is met with each opposite
+        of the other's conditions."""
         for kind, parts in others:
             pieces = [piece for part in parts for piece in part.opposite(self, place)]
             outside = [Typed(kind, tuple(piece)) for piece in pieces]
@@ -2744,8 +2761,8 @@ def number(
         3.      0              0
 
     Beside a bound an exponent is taken where json.dumps writes one (1e-07, but not 7e-1) and all
-    digits before it are inside by themselves, beside `multiple` never. A text that double
-    precision reads as an open bound is outside: nothing below 1 begins with 0.99999999999999999.
+    digits before it are inside by themselves; beside `multiple` never. A text that double precision
+    reads as an open bound is outside: nothing below 1 begins with 0.99999999999999999.
     """
     given = [Fraction(x) for x in (lo, hi, multiple) if x is not None]
     if not given:

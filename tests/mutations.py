@@ -3837,8 +3837,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
-        "        data = [tokens[i] if i < len(tokens) else None for i in ids]",
-        "        data = [tokens[i] for i in ids]",
+        "        pieces = [tokens[i] if i < len(tokens) else None for i in ids]",
+        "        pieces = [tokens[i] for i in ids]",
         "a forced id beyond the logits fails all requests of a step",
         "tests/test_generate.py -k test_text_with_ids_beyond_the_logits",
     ),

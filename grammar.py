@@ -57,7 +57,7 @@ STEPS = 1_000_000  # configurations and steps kept: some 100 MB
 STACKS = 4096  # most stacks of a configuration: more is a grammar with that many meanings
 MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin with one letter
 BRANCHES = 1 << 17  # most of what may follow a state: a symbol and a rest each
-MASKS = 4096  # masks kept, and walks, and parts of masks: each 25 MB with 49k ids
+MASKS = 4096  # masks kept, and walks: each 25 MB with 49k ids
 SWEEPS = 32  # walks of counted characters kept: 4 MB each with 49k ids
 NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
 FEW = 500  # unless so few tokens begin with them
@@ -450,7 +450,6 @@ class Machine:
         self.frontiers, self.frontier_ids = [np.zeros(1, np.int64)], {}
         self.steps: dict[int, int] = {}  # configuration << 8 | byte -> configuration
         self.walks: dict[tuple, tuple] = {}  # (state, frontier) -> what `walk` returns
-        self.parts: dict[tuple, np.ndarray] = {}  # (state, frame) -> mask
         self.masks: dict[int, np.ndarray] = {}  # configuration -> mask
         self.homes: dict[int, list | None] = {}  # see `within`
         self.sweeps: dict[tuple, tuple] = {}  # see `sweep_counted`
@@ -595,44 +594,38 @@ class Machine:
 
     def mask(self, config: int) -> np.ndarray:
         """Ids allowed at a configuration (words,) int32, read only."""
-        mask = self.masks.get(config)
-        if mask is None:
-            stacks, ends = self.configs[config]
-            until = thread_time() + MASK_S
+        if config not in self.masks:
             with uncollected():
-                parts = [self.part(*stack, until) for stack in stacks] + [self.stop] * ends
-            mask = union(parts or [self.none])
+                mask = union(self.parts(config))
             mask.flags.writeable = False  # it is shared
             keep(self.masks, config, mask)
         return self.masks[config]
 
-    def part(self, number: int, frame: int, until: float) -> np.ndarray:
-        """Ids allowed at one stack: those that end within the rule, or after it, or in a callee.
-
-        until: a time of this thread, at which it is given up."""
-        number = self.clamp(number)
-        mask = self.parts.get((number, frame))
-        if mask is not None:
-            return mask
-        masks, todo = [], [(number, 0, frame)]  # a state, and the frontier at which it is reached
-        seen = set(todo)
+    def parts(self, config: int) -> list[np.ndarray]:
+        """The parts of its mask: of all stacks, the ids that end within the rule, or after it, or
+        in a callee."""
+        stacks, ends = self.configs[config]
+        until = thread_time() + MASK_S
+        masks = [self.stop] if ends else [self.none]
+        todo = [(number, 0, frame) for number, frame in stacks]
+        seen = set(todo)  # a state, the frontier at which it is reached, and its frame
         while todo:
-            there, nodes, below = todo.pop()
-            inside, ends, calls = self.walk(self.clamp(there, nodes), nodes)
+            number, nodes, frame = todo.pop()
+            inside, ends, calls = self.walk(self.clamp(number, nodes), nodes)
             masks.append(inside)
-            more = [(n, at, f) for caller, at in calls for n, f in self.enter(caller, below)]
-            if ends and below:
-                back, beneath = self.frames[below]
-                more.append((back, ends, beneath))
+            more = [(n, at, f) for caller, at in calls for n, f in self.enter(caller, frame)]
+            if ends and frame:
+                back, below = self.frames[frame]
+                more.append((back, ends, below))
             for stack in more:
                 if stack not in seen:
                     seen.add(stack)
                     todo.append(stack)
-            if len(seen) > STACKS:
+            if len(seen) > STACKS + len(stacks):
                 raise SchemaError("#", "", f"a token has more than {STACKS} meanings at once")
             if thread_time() > until:
                 raise SchemaError("#", "", f"it takes more than {MASK_S:g} s to find a mask")
-        return keep(self.parts, (number, frame), union(masks))
+        return masks
 
     def clamp(self, number: int, frontier: int = 0) -> int:
         """A state whose walk is the same: far from its limit, a count does not matter.
@@ -664,9 +657,7 @@ class Machine:
 
     def frontier(self, nodes: np.ndarray) -> int:
         """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
-        if not (nodes[1:] > nodes[:-1]).all():
-            nodes = np.sort(nodes)
-            nodes = nodes[np.append(True, nodes[1:] > nodes[:-1])]
+        nodes = np.unique(nodes)
         return intern(self.frontier_ids, self.frontiers, nodes.tobytes(), lambda _: nodes)
 
     def walk(self, number: int, frontier: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
@@ -1330,13 +1321,12 @@ class Members(Condition):
     evaluates: bool = True
 
     def of(self, name: str) -> list[Sub]:
-        subs = [self.names[name]] if name in self.names else []
-        subs += [sub for texts, sub in self.patterns if matches(texts, name)]
-        return subs or [self.rest] * (self.rest is not None)
+        return self.matched(name, [texts for texts, _ in self.patterns if matches(texts, name)])
 
-    def unnamed(self, matched: list[Node]) -> list[Sub]:
-        """The subschemas of a member without a name here, whose name matches these patterns."""
-        subs = [sub for texts, sub in self.patterns if texts in matched]
+    def matched(self, name: str | None, patterns: list[Node]) -> list[Sub]:
+        """The subschemas of a member whose name matches these patterns; None: any other name."""
+        subs = [self.names[name]] if name in self.names else []
+        subs += [sub for texts, sub in self.patterns if texts in patterns]
         return subs or [self.rest] * (self.rest is not None)
 
     def holds(self, value, schema):
@@ -1807,14 +1797,13 @@ class Schema:
         for option in options:
             both = self.product(found, option, (path, "anyOf")) if wide else ()
             found = tuple(dict.fromkeys(found + option + both))
-        lists = [option for option in found if only_lists(option)]
-        return tuple(option for option in found if option not in lists) + joined(lists)
+        return joined(found)
 
     def one_of(self, options: list, path: str) -> tuple[Typed, ...]:
         """Each alternative without what the others allow."""
-        if all(only_lists(option) for one in options for option in one):
-            counts = Counter(text for one in options for _, (part,) in one for text in part.texts)
-            return joined([option for one in options for option in one], counts)
+        flat = [option for one in options for option in one]
+        if all(map(only_lists, flat)):
+            return joined(flat, Counter(text for _, (part,) in flat for text in part.texts))
         found = ()
         for i, one in enumerate(options):
             for other in options[:i] + options[i + 1 :]:
@@ -2234,7 +2223,7 @@ class Schema:
         found = []
         patterns = list(dict.fromkeys(texts for part in members for texts, _ in part.patterns))
         for matched, texts in self.strings(spelling.parts, names, patterns):
-            subs = dict.fromkeys(sub for part in members for sub in part.unnamed(matched))
+            subs = dict.fromkeys(sub for part in members for sub in part.matched(None, matched))
             value = self.value(tuple(subs))
             found.append(seq(self.rule(texts, "key"), self.colon, value, self.slot))
         return alt(*found)
@@ -2276,13 +2265,16 @@ def only_lists(option: Typed) -> bool:
     return len(option.parts) == 1 and type(option.parts[0]) is Among
 
 
-def joined(lists: list[Typed], counts=None) -> tuple[Typed, ...]:
-    """Alternatives that only list values, as one of each kind; counts: values with 1 stay."""
+def joined(options, counts=None) -> tuple[Typed, ...]:
+    """The alternatives; of those that only list values, one of each kind. counts: values with 1
+    stay."""
     found: dict[str, list] = {}
-    for kind, (part,) in lists:
+    others = [option for option in options if not only_lists(option)]
+    for kind, (part,) in filter(only_lists, options):
         pairs = zip(part.texts, part.values)
         found.setdefault(kind, []).extend(v for t, v in pairs if not counts or counts[t] == 1)
-    return tuple(Typed(kind, (among(values),)) for kind, values in found.items() if values)
+    lists = (Typed(kind, (among(values),)) for kind, values in found.items() if values)
+    return (*others, *lists)
 
 
 def among(values: list) -> Among:

@@ -558,7 +558,7 @@ class Machine:
                 break
         return config
 
-    def only(self, config: int) -> int | None:
+    def forced(self, config: int) -> int | None:
         """The byte that must come next, if there is but one and the text cannot end."""
         stacks, ends = self.configs[config]
         found = None
@@ -780,7 +780,7 @@ class Machine:
             states, counts = self.sweep_all(number, count)
             nodes = np.flatnonzero(states)
             return nodes, states[nodes], counts[nodes]
-        v, found = self.vocabulary, []
+        v, found = self.vocabulary, [[np.zeros(0, np.int64)] * 3]
         nodes = self.frontiers[frontier]
         states, counts = np.full(len(nodes), number), np.zeros(len(nodes), np.int64)
         while True:
@@ -798,8 +798,7 @@ class Machine:
             nodes, states = nodes[live], states[live].astype(np.int64)
             counts += states == number
             found.append((nodes, states, counts))
-        empty = np.zeros(0, np.int64)
-        return [np.concatenate(parts) for parts in zip(*found)] if found else [empty] * 3
+        return [np.concatenate(parts) for parts in zip(*found)]
 
     def sweep_all(self, number: int, count: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """`sweep` from the root, as a state for each node of the trie: 0 where there is none."""
@@ -1048,7 +1047,7 @@ class Matcher:
         """
         machine, tokens = self.machine, self.vocabulary.tokens
         config, text = self.history[-1], bytearray()
-        while len(text) < FORCED and (byte := machine.only(config)) is not None:
+        while len(text) < FORCED and (byte := machine.forced(config)) is not None:
             text.append(byte)
             config = machine.step(config, byte)
         try:
@@ -1767,13 +1766,13 @@ class Schema:
         for a in one:
             self.tick()
             for b in other:
-                if a.kind == b.kind and (both := self.merged(a, b)):
+                if a.kind == b.kind and (both := self.met(a, b)):
                     found[both] = None
             if len(found) > ALTERNATIVES:
                 raise SchemaError(*place, f"it has more than {ALTERNATIVES} alternatives")
         return tuple(found)
 
-    def merged(self, a: Typed, b: Typed) -> Typed | None:
+    def met(self, a: Typed, b: Typed) -> Typed | None:
         """What meets the conditions of both, if that may be anything."""
         if not a.parts or not b.parts:
             return a if a.parts else b
@@ -2548,7 +2547,7 @@ class Text(Node):
 
 @lru_cache(256)
 def both(patterns: tuple[Node, ...]) -> Dfa:
-    """The texts that match all patterns."""
+    """The texts that match all patterns. Kept: only texts of the same Dfa can be one node."""
     moves, states = determine(patterns)
     ends = [len({i for i, rest in state if rest.null}) == len(patterns) for state in states]
     return Dfa(moves, ends, CHAR)
@@ -3411,10 +3410,6 @@ def expected(grammar: Grammar, config: int) -> str:
     return ", ".join([shown(lo, hi) for lo, hi in merged(ranges)] + ["the end"] * ends)
 
 
-def bytes_only() -> Vocabulary:
-    return Vocabulary([*(bytes([b]) for b in range(256)), None], [256])
-
-
 def explain(grammar: Grammar, text: str) -> tuple[str, bool]:
     """Whether a text is in the grammar, and what is wrong with the first byte that is not."""
     config, data = grammar.start, text.encode()
@@ -3608,7 +3603,8 @@ def main() -> int:
         if args.bench:
             words, fine = bench(), True
         elif args.text is not None:
-            words, fine = explain(compile(bytes_only(), json_schema=schema), args.text)
+            vocabulary = Vocabulary([*(bytes([b]) for b in range(256)), None], [256])
+            words, fine = explain(compile(vocabulary, json_schema=schema), args.text)
         else:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             words, fine = picture(schema, None if args.schema else TEXT), True

@@ -1743,13 +1743,13 @@ class Schema:
             yield "oneOf", self.one_of(each("oneOf"), path)
         if "not" in raw:
             yield "not", self.without(ANYTHING, of("not"), (path, "not"))
-        if "if" in raw and (wide or "then" in raw or "else" in raw):
-            place, unmet = (path, "if"), ANYTHING
-            if "then" in raw or "else" in raw:
-                unmet = self.without(ANYTHING, of("if"), place)
-            unmet = self.product(unmet, of("else") if "else" in raw else ANYTHING, place)
-            met = self.product(of("if"), of("then") if "then" in raw else ANYTHING, place)
-            yield "if", met + unmet
+        if "if" in raw and ("then" in raw or "else" in raw):
+            place = (path, "if")
+            then, other = (of(key) if key in raw else ANYTHING for key in ("then", "else"))
+            unmet = self.product(self.without(ANYTHING, of("if"), place), other, place)
+            yield "if", self.product(of("if"), then, place) + unmet
+        elif "if" in raw and wide:  # it evaluates
+            yield "if", of("if") + ANYTHING
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, needs in raw.get(keyword, {}).items():
                 place, there = (path, keyword), [Typed("object", (Required(name),))]

@@ -657,7 +657,9 @@ class Machine:
 
     def frontier(self, nodes: np.ndarray) -> int:
         """A number for a set of nodes of the trie; 0 is the root alone, where all tokens begin."""
-        nodes = np.unique(nodes)
+        if not (nodes[1:] > nodes[:-1]).all():  # np.unique would sort them all
+            nodes = np.sort(nodes)
+            nodes = nodes[np.append(True, nodes[1:] > nodes[:-1])]
         return intern(self.frontier_ids, self.frontiers, nodes.tobytes(), lambda _: nodes)
 
     def walk(self, number: int, frontier: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:

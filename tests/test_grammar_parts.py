@@ -644,11 +644,11 @@ def test_a_mask_does_not_wait_for_garbage_to_be_collected(monkeypatch):
     """Millions of states of old grammars once took their 2 seconds from a mask of a new one."""
     matcher, collects = grammar.compile(BYTES, regex="a{2}x").matcher(), []
 
-    def part(*arguments):
+    def parts(*arguments):
         collects.append(gc.isenabled())
-        return BYTES.machine.none
+        return [BYTES.machine.none]
 
-    monkeypatch.setattr(grammar.Machine, "part", part)
+    monkeypatch.setattr(grammar.Machine, "parts", parts)
     BYTES.machine.masks.pop(matcher.history[-1], None)
     matcher.mask()
     BYTES.machine.masks.pop(matcher.history[-1])

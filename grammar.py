@@ -1956,7 +1956,15 @@ class Schema:
     def string_parts(self, sub: Sub):
         yield from self.size_parts(sub, "Length")
         if "pattern" in sub.raw:
-            yield from map(Match, self.pattern(sub.raw["pattern"], (sub.path, "pattern")))
+            place = sub.path, "pattern"
+            try:
+                aheads, pattern = look_aheads(sub.raw["pattern"])
+            except SchemaError as error:
+                self.refuse(place, error.reason)
+            else:
+                for text, wanted in [(pattern, True), *aheads]:
+                    for texts in self.pattern(text, place):
+                        yield Match(texts) if wanted else Not(Match(texts), place)
         name = sub.raw.get("format")
         if name in FORMATS:
             yield Match(cached(parse_regex, FORMATS[name]))
@@ -3043,7 +3051,8 @@ def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node
     """An ECMA-262 regular expression as a set of texts over code points.
 
     search: the pattern may match anywhere in the text, as JSON Schema has it. Escapes are those
-    of the flag u. Look-around, word boundaries, back references, flags and scripts are refused.
+    of the flag u. Look-around (but see `look_aheads`), word boundaries, back references, flags and
+    scripts are refused.
     """
     reader = Regex(pattern, path)
     found = reader.alternatives()
@@ -3056,6 +3065,26 @@ def parse_regex(pattern: str, path: str = "regex", search: bool = False) -> Node
         before, after = NOTHING if begins else ALL, NOTHING if ends else ALL
         options.append(seq(before, node, after) if search else node)
     return alt(*options)
+
+
+def look_aheads(pattern: str) -> tuple[list[tuple[str, bool]], str]:
+    """The look-aheads right behind a pattern's first `^`, as patterns that a text has to match
+    (True) or not to match (False), and the pattern without them.
+
+    Example: ^(?!0$)[0-9]+$ -> [("^(?:0$)", False)], "^[0-9]+$"
+    """
+    found = []
+    while look := re.match(r"\^\(\?([=!])", pattern):
+        reader = Regex(pattern, "#")
+        reader.at = look.end()
+        reader.nested()
+        found.append((f"^(?:{pattern[look.end() : reader.at - 1]})", look[1] == "="))
+        pattern = "^" + pattern[reader.at :]
+    reader = Regex(pattern, "#")
+    reader.sequence()
+    if found and reader.at < len(pattern):
+        reader.fail("a look-ahead with an alternative to it is not supported")
+    return found, pattern
 
 
 class Regex(Reader):

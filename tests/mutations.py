@@ -3389,6 +3389,13 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "grammar.py",
+        '        found.append((f"^(?:{pattern[look.end() : reader.at - 1]})", look[1] == "="))',
+        "        pass",
+        "4: what a look-ahead forbids is forgotten",
+        "tests/test_grammar_schema.py",
+    ),
+    (
+        "grammar.py",
         "        fraction, multiple = int(point), ",
         "        fraction, multiple = 1, ",
         "a bounded integer of draft-04 may end in .0",

@@ -116,6 +116,16 @@ def test_numbers_have_exact_bounds(schema, good, bad):
         ({"pattern": "\\S"} | STRING, ['" x "'], ['" "', '""']),
         ({"pattern": "^[a-z]+$", "maxLength": 3} | STRING, ['"abc"'], ['"abcd"', '"A"', '""']),
         ({"pattern": "^a", "allOf": [{"pattern": "z$"}]}, ['"az"', '"abz"', "1"], ['"a"', '"z"']),
+        (
+            {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},  # as pydantic writes a Decimal
+            ['"0.50"', '"-12"', '".5"', '"7."'],
+            ['"."', '"-"', '""', '"+."', '"1e5"', '"a"'],
+        ),
+        (
+            {"pattern": "^(?=.*[0-9])(?!admin)[a-z0-9]+$", "maxLength": 6},
+            ['"a1"', '"adm1n"', '"1admin"'],
+            ['"abc"', '"admin1"', '"a123456"', '"A1"'],
+        ),
         ({"format": "date"}, ['"0001-01-01"', '"0004-02-29"'], ['"0000-01-01"', '"0000-02-29"']),
         ({"format": "date", "pattern": "^2"}, ['"2024-01-31"'], ['"1999-01-31"', '"2024-1-31"']),
         (STRING, ['"I\'m"'], ['"I\\\'m"', '"\\x41"', '"\x00"']),
@@ -653,6 +663,8 @@ def deep(levels):
             "all items",
         ),
         ({"items": {"pattern": "(?=a)"}}, "#/items", "pattern", "look-ahead"),
+        ({"pattern": "^(?!a)b|c"}, "#", "pattern", "alternative"),
+        ({"pattern": "^(?!a"}, "#", "pattern", "without its )"),
         ({"patternProperties": {"\\1": {}}}, "#", "patternProperties", "back reference"),
         ({"$dynamicRef": "#a"}, "#", "$dynamicRef", "not supported"),
         ({"items": {"$ref": "http://a/b.json"}}, "#/items", "$ref", "another document"),

@@ -2044,8 +2044,8 @@ class LibraryTokenizer:
     byte_level says how its tokens spell bytes: as `Tokenizer` has them, or "▁" for a space and
     "<0x0A>" for a byte.
 
-    Two things are approximate: `tokens` (one token decoded alone), and, in a text with `restore`, the space some models put before a text is put before
-    each restored part. Some models make special tokens of plain text: with `restore` a refusal.
+    Two things are approximate: `tokens` (one token decoded alone), and, in a text with `restore`,
+    the space some models put before a text is put before each restored part. Some models make special tokens of plain text: with `restore` a refusal.
     """
 
     def __init__(self, library, byte_level: bool = False):
@@ -2919,7 +2919,7 @@ def main(argv: list[str] | None = None) -> int:
         params = SamplingParams(**with_flags(fields, {}))
         if params.constraint:
             Grammars([bytes([i]) for i in range(256)], 256).compiled(params, ())
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         p.error(str(error))
     say = Say(args.quiet)
     try:
@@ -2985,7 +2985,7 @@ def _fields(args) -> dict:
         "json_schema": _schema(args.json_schema),
         "regex": args.regex,
         "choice": args.choice,
-        "grammar": Path(args.grammar).read_text("utf-8") if args.grammar is not None else None,
+        "grammar": None if args.grammar is None else _read_flag("--grammar", args.grammar),
         "json_whitespace": args.json_whitespace,
         "json_lenient": args.json_lenient,
         "think_end": args.think_end,
@@ -2994,8 +2994,18 @@ def _fields(args) -> dict:
 
 def _schema(text: str | None) -> str | None:
     """The JSON text of a schema: itself, or what the file of that name has."""
-    inline = text is None or text.lstrip().startswith("{") or text.strip() in ("true", "false")
-    return text if inline else Path(text).read_text("utf-8")
+    inline = text is None or text.lstrip()[:1] in ("{", "[", '"') or text in ("true", "false")
+    return text if inline else _read_flag("--json-schema", text)
+
+
+def _read_flag(flag: str, path: str) -> str:
+    """The text of a file that a flag names."""
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {path!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {path!r}: the file is not UTF-8 text") from None
 
 
 def _check_file(path: str):

@@ -62,8 +62,8 @@ MEANINGS = 1 << 14  # most rests of a state, such as words of a list that begin 
 BRANCHES = 1 << 17  # most of what may follow a state: a symbol and a rest each
 MASKS = 4096  # masks kept, and walks: each 25 MB with 49k ids
 SWEEPS = 32  # walks of counted characters kept: 4 MB each with 49k ids
-NARROW = 16  # a state with so few bytes is walked byte by byte, a wider one level by level,
-FEW = 500  # unless so few tokens begin with them
+NARROW = 16  # a state of so few bytes is walked byte by byte, a wider one level by level
+FEW = 500  # ... if more tokens than this begin with its bytes
 MANY = 64  # nodes of a frontier that are walked byte by byte
 PATCHES = 256  # most nodes at which a state differs from its usual one
 INFINITE = 1 << 30  # characters
@@ -1224,14 +1224,12 @@ class Condition:
     An alternative meets all of its conditions. What does not meet them meets the opposite of one:
     not (at least 2 and at most 5) is below 2, or above 5. An opposite is conditions again, where
     there are such (`Bound`, `Members`), else `Not`.
+
+    Each kind has holds(value, schema): whether a value meets it.
     """
 
     evaluates = False  # what it names is not left for an `unevaluated...`
     negatable = False  # texts can be built for its negation
-
-    def holds(self, value, schema: "Schema") -> bool:
-        """Whether a value meets it."""
-        raise NotImplementedError
 
     def opposite(self, schema: "Schema", place) -> list[list["Condition"]]:
         """Alternatives, conditions each, for the values that do not."""

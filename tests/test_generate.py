@@ -3278,6 +3278,15 @@ def test_a_schema_is_given_inline_or_in_a_file(cli, tmp_path):
     assert (code, out) == (2, "") and "#/pattern: look-ahead is not supported" in err
     code, out, err = cli("--prompt", "hi", *flags[:-1], "--json-lenient", "--json-schema", lenient)
     assert code == 0 and re.search("^ignored  .*pattern", err, re.M)
+    (tmp_path / "latin").write_bytes(b'root ::= "\xe9"')
+    for flag, given, words in (
+        ("--json-schema", "missing.json", "'missing.json': No such file"),
+        ("--json-schema", "[1]", "#: "),
+        ("--grammar", "missing.gbnf", "'missing.gbnf': No such file"),
+        ("--grammar", str(tmp_path / "latin"), "not UTF-8 text"),
+    ):
+        code, out, err = cli("--prompt", "hi", flag, given)
+        assert (code, out) == (2, "") and words in err and "Errno" not in err
 
 
 def test_chat_keeps_the_conversation(folder, capsys, monkeypatch):

@@ -38,6 +38,7 @@ import codecs
 import dataclasses
 import io
 import json
+import math
 import operator
 import os
 import re
@@ -74,8 +75,11 @@ import grammar
 import kv_cache
 import model as models
 import paged
+import speculative
 from kv_cache import block_bytes
-from sample import GRAMMARS, Logprobs, Row, SamplingParams, mix, sample, sample_seed
+from sample import (
+    DRAFT, GRAMMARS, TARGET, Logprobs, Row, SamplingParams, mix, sample, sample_seed,
+)  # fmt: skip
 from scheduler import Request, Scheduler
 
 # ---------------------------------------------------------------- the engine
@@ -135,6 +139,10 @@ class Engine:
     graphs      pad decode steps to a few sizes, which a GPU records once and replays (default:
                 on a GPU); elsewhere the same padded steps are computed as ever
     jump        whether text that a grammar leaves no choice about is appended unsampled
+    speculative who guesses the next tokens: "ngram" (what followed the last few before), or a
+                speculative.Drafter
+    spec_tokens guesses in every round (default: as many as are worth their rows here)
+    verify      "sample" (same seed, same tokens as without guesses) or "reject" (the same law)
     seed        of requests that have none of their own, each mixed with its number
     say         called with lines for people
     progress    called with (layers loaded, layers) while the model loads
@@ -163,6 +171,9 @@ class Engine:
         reserve: bool = False,
         graphs: bool | None = None,
         jump: bool = True,
+        speculative: "str | speculative.Drafter | None" = None,
+        spec_tokens: int | None = None,
+        verify: str = "sample",
         seed: int = 0,
         say=None,
         progress=None,
@@ -170,6 +181,7 @@ class Engine:
         started = time.perf_counter()
         self.say = say or (lambda line: None)
         optional = {"kv_memory": kv_memory, "max_len": max_len, "threads": threads}
+        optional["spec_tokens"] = spec_tokens
         given = {name: value for name, value in optional.items() if value is not None}
         given |= {"block_size": block_size, "budget": budget, "max_running": max_running}
         for name, value in {**given, "seed": seed}.items():
@@ -184,13 +196,14 @@ class Engine:
             raise ValueError(f"quantize {quantize!r} is not int8 or int4")
         if quantize and (reason := models.cannot_quantize(self.device, self.dtype)):
             raise ValueError(f"quantize {quantize}: {reason}")
-        self._load(model, revision, load, progress, quantize, dtype is None)
+        checkpoint = self._load(model, revision, load, progress, quantize, dtype is None)
+        self.speculation = self._speculation(speculative, spec_tokens, verify, checkpoint)
         on_gpu = self.device.type == "cuda"
         self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         graphs = on_gpu if graphs is None else graphs
         this = weakref.proxy(self)  # a cycle of references would keep the memory of a GPU
         most = min(budget, max_running) if graphs else 0
-        graphs_of = partial(self.model.graphs, lambda step: this._logits(step))
+        graphs_of = partial(self.model.graphs, lambda step: this._pass(step))
         self.forward = graphs_of(most)
         if block_size not in paged.BLOCK_SIZES:
             raise ValueError(f"block_size {block_size} is not one of {paged.BLOCK_SIZES}")
@@ -203,6 +216,8 @@ class Engine:
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
         self.grammars = Grammars(self.tokens, self.config.vocab)
         self.jump = jump
+        if self.speculation is not None:
+            self.speculation.costs = self._costs()
         self.seed = seed
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
@@ -239,9 +254,11 @@ class Engine:
             record = self._scheduled(plan)
             with self.on_device:
                 events = self._run(plan)
-            record.ended = time.perf_counter()
-            record.sampled = sum(len(event.token_ids) for event in events)
-            self.counts.add(record)
+                record.ended = time.perf_counter()
+                record.sampled = sum(len(event.token_ids) for event in events)
+                self.counts.add(record)
+                if self.speculation is not None:
+                    self._speculate(record)
         except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
             self._fail(plan, "interrupted")
             self.scheduler.repair()
@@ -258,7 +275,7 @@ class Engine:
         nothing is committed yet: the one whose fault it was ends, the others go on."""
         failure = None
         try:
-            step, *drawn = self._compute(plan)
+            step, features, drawn = self._compute(plan)
         except Exception as error:  # out of memory, a device that failed, a number too large
             failure = str(error)  # the error itself holds all the tensors of the step
         if failure is not None:
@@ -266,9 +283,12 @@ class Engine:
                 return self._fail(plan, failure)
             return [event for pair in plan for event in self._run([pair])]
         try:
-            plan = self._fork(plan)
-            kept = self._cut(plan, zip(*drawn))
-            self.cache.commit(step, kept)
+            whole = self._fork(plan)
+            kept = self._cut(whole, iter(drawn))
+            stay = {r: r.stay(n, len(ids)) for (r, n), (ids, _) in zip(whole, kept)}
+            self.cache.commit(step, [stay[request] for request, _ in plan])
+            self._learn(plan, stay, features)
+            plan = whole
             self.scheduler.commit(plan, kept)
             for (request, _), (ids, _) in zip(plan, kept):
                 if ids:
@@ -278,22 +298,32 @@ class Engine:
         return [self._event(request) for request, _ in plan]
 
     def _compute(self, plan):
-        """One forward pass, and an id for each sample of the requests that caught up."""
+        """One forward pass; what it leaves for a drafter; and for each sample of the requests that
+        caught up the ids that come out of it: lists of (id, logprobs, what its mask took)."""
         step = self.cache.prepare(plan)
-        logits = self.forward(step)
+        logits, *features = self.forward(step)
         computed = self._mark()
         caught_up = [request for request, n in plan if n == request.behind]
         rows = [row for request in caught_up for row in self._rows(request)]
-        drawn = sample(logits[: len(rows)], rows) if rows else ([], [], [])
+        drawn = []
+        if any(request.draft for request in caught_up):
+            samples = [request for request in caught_up for _ in range(request.samples)]
+            drawn = self.speculation.verify(logits[: len(rows)], rows, samples)
+        elif rows:
+            drawn = [[one] for one in zip(*sample(logits[: len(rows)], rows))]
         at = computed()
         for request in caught_up:
             request.stamps.setdefault("prefill", at)
-        return step, *drawn
+        return step, features, drawn
 
-    def _logits(self, step) -> torch.Tensor:
-        """One forward pass to the logits (R, V) of the rows that are sampled."""
-        hidden, _ = self.model(step.tokens, step.positions, step)
-        return self.model.logits(hidden[step.sample_rows])
+    def _pass(self, step) -> list[torch.Tensor]:
+        """One forward pass to the logits (R, V) of the rows that are sampled, and to what a
+        drafter reads of all rows: the residual stream after some layers, the last hidden state."""
+        drafter = self.speculation.drafter if self.speculation is not None else None
+        taps = () if drafter is None else drafter.taps
+        hidden, tapped = self.model(step.tokens, step.positions, step, taps)
+        logits = self.model.logits(hidden[step.sample_rows])
+        return [logits, *tapped, *([hidden] if drafter is not None and drafter.hidden else [])]
 
     def _mark(self):
         """A function that waits for the step, and says when what was begun up to here was done.
@@ -335,12 +365,23 @@ class Engine:
         return whole
 
     def _rows(self, request: Request) -> list[Row]:
-        """The last row of a request, once for each sample that it forks into."""
-        tokens, count = request.tokens, request.prompt_tokens
-        guide = request.stream.guide if request.stream is not None else None
-        mask = guide.mask() if guide is not None else None
-        seeds = [sample_seed(request.seed, i) for i in range(request.samples)]
-        return [Row(request.params, seed, len(tokens), tokens, mask, count) for seed in seeds]
+        """The rows a request is sampled from: each of its draft's, then its last one, that once
+        for each sample that it forks into."""
+        tokens, draft, guide = (
+            request.tokens,
+            request.draft,
+            request.stream and request.stream.guide,
+        )
+        masks = [None] * (1 + len(draft)) if guide is None else guide.masks(len(draft))
+        seeds = [request.seed] * len(draft)
+        seeds += [sample_seed(request.seed, i) for i in range(request.samples)]
+        rows = []
+        for i, seed in enumerate(seeds):
+            j = min(i, len(draft))
+            history = tokens + draft[:j] if j else tokens
+            place = len(tokens) + j
+            rows.append(Row(request.params, seed, place, history, masks[j], request.prompt_tokens))
+        return rows
 
     def _cut(self, plan, drawn) -> list[tuple[list[int], str | None]]:
         """Per planned request the ids that stay, and why it ends if it does."""
@@ -351,21 +392,148 @@ class Engine:
                 kept.append(([], None))
                 continue
             stream, guide = request.stream, request.stream.guide
-            token, logprob, took = next(drawn)
-            if token is None:
+            came = next(drawn)
+            if came[0][0] is None:
                 stuck = guide is not None and guide.stuck
                 why = "the grammar allows none" if stuck else "logits are not finite"
                 stream.stop_reason = f"no token can be drawn: {why}"
                 kept.append(([], "error"))
                 continue
-            if took is not None:
-                guide.count(*took, stream.count)
+            first = stream.count
+            ids, finish = stream.cut([id for id, *_ in came])
+            for i, (_, logprob, took) in enumerate(came[: len(ids)]):
+                if took is not None:
+                    guide.count(*took, first + i)
+                if logprob is not None:
+                    stream.logprobs.append(logprob)
             request.stamps.setdefault("first token", now)
-            request.token_stamps.append(now)
-            if logprob is not None:
-                stream.logprobs.append(logprob)
-            kept.append(stream.cut([token]))
+            request.token_stamps += [now] * len(ids)
+            if self.speculation is not None:
+                right = len(came) - 1
+                self.speculation.count(request, len(request.draft), right, len(ids))
+                stream.guessed.add(len(request.draft), right, len(ids))
+            kept.append((ids, finish))
         return kept
+
+    # ---- guesses
+
+    def _learn(self, plan, stay: dict, features: list[torch.Tensor]):
+        """Give a drafter what the target left of each row that stays."""
+        row = 0
+        for request, n in plan if features else ():
+            own = [x[row : row + stay[request]].clone() for x in features]
+            self.speculation.learn(request, request.computed, own)
+            row += n
+
+    def _speculate(self, record: "StepRecord"):
+        """What came of the last step's guesses, and guesses for the next step."""
+        running, speculation = self.scheduler.running, self.speculation
+        if record.prompt_rows == 0:
+            spent = record.ended - record.began + speculation.draft_s
+            speculation.account(spent, len(record.parts), record.sampled)
+        speculation.keep(running)
+        asked, room = [], []
+        for request in running:
+            left = request.stream.room - request.stream.count - 1 if request.stream else 0
+            if request.samples == 1 and request.output and request.missing <= FEW and left > 0:
+                asked.append(request)
+                room.append(left)
+        rows = sum(request.missing for request in asked)
+        drafts = speculation.propose(asked, room, rows, self._draft_row)
+        for request, draft in zip(asked, drafts):
+            request.draft = draft.ids[: self._worth(request, draft.ids)]
+
+    def _draft_row(self, request: Request, guesses: list[int]) -> Row:
+        """What the token after some guesses is drawn from: by the target's own noise, if that is
+        what it is compared with; then a drafter that thinks alike draws alike."""
+        place, count = len(request.tokens) + len(guesses), request.prompt_tokens
+        domain = TARGET if self.speculation.rule == "sample" else DRAFT
+        history = request.tokens + guesses
+        return Row(request.params, request.seed, place, history, None, count, domain)
+
+    def _worth(self, request: Request, guesses: list[int]) -> int:
+        """How many guesses are worth a row: up to the first that ends the text or breaks its
+        grammar. That one too, for its row settles by chance whether it comes."""
+        stream = request.stream
+        stops = [j for j, token in enumerate(guesses) if token in stream.stop_ids]
+        n = stops[0] if stops else len(guesses)
+        if stream.guide is not None:
+            worth = stream.guide.ahead(guesses[:n])
+            if worth < n:
+                return worth
+        return n + bool(stops)
+
+    def _speculation(
+        self, drafter, fixed: int | None, rule: str, checkpoint: models.Checkpoint
+    ) -> "speculative.Speculation | None":
+        """The drafter that is asked for, at work; ValueError where there is none such."""
+        if drafter is None:
+            return None
+        if rule not in speculative.RULES:
+            raise ValueError(f"verify {rule!r} is not {' or '.join(speculative.RULES)}")
+        if fixed is not None and not 1 <= fixed <= speculative.MOST:
+            raise ValueError(f"spec_tokens {fixed} is not from 1 to {speculative.MOST}")
+        if not isinstance(drafter, speculative.Drafter):
+            with torch.inference_mode(), _fitting(self.device):
+                drafter = speculative.drafter(str(drafter), self.model, checkpoint)
+        return speculative.Speculation(drafter, rule, fixed)
+
+    def _open_drafter(self, memory: int, running: int) -> int:
+        """Make the drafter's cache: a slot a request, but of at most half the memory. Its bytes."""
+        drafter = self.speculation.drafter
+        each = drafter.slot_bytes(self.max_len)
+        slots = min(running, memory // 2 // each) if each else running
+        if slots < 1:
+            raise ValueError(
+                f"kv_memory {memory:,} bytes: {drafter.name} needs {each:,} in half of it, for the"
+                f" cache of one request of {self.max_len:,} tokens"
+            )
+        with _fitting(self.device):
+            drafter.open(slots, self.max_len)
+        if each:
+            size = f"{slots * each / 2**20:,.3g} MiB"
+            self.say(f"cache: {slots} requests of {drafter.name}'s own, {size}")
+        return slots * each
+
+    @torch.inference_mode()
+    def _costs(self) -> "speculative.Costs":
+        """Measure how long steps of one request take here, by its rows, and how much longer if
+        these are several requests'."""
+        budget, count = self.scheduler.budget, min(self.scheduler.max_running, 4)
+        prompt = min(32, budget, self.max_len // 2)
+        most = min(48, budget, self.max_len - prompt)
+        params = SamplingParams(seed=0).with_defaults(self.generation)
+        made = [Request(-1 - i, [0] * (prompt + 1), params) for i in range(count)]
+
+        def seconds(requests: list[Request], rows: int) -> float:
+            """The least of a few times; endless, if the cache has no room."""
+            for own in requests:
+                own.draft = [0] * (rows - 1)
+                self.speculation.drafts[own] = speculative.Draft(own.draft)
+                if not self.manager.grow(own, rows):
+                    return math.inf
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                self._compute([(own, rows) for own in requests])
+                times.append(time.perf_counter() - began)
+            return min(times)
+
+        try:
+            with self.on_device:
+                for own in made:
+                    if self.manager.grow(own, prompt):
+                        self._compute([(own, prompt)])
+                    own.computed = prompt
+                sizes = [n for n in speculative.SIZES if n <= most]
+                points = {n: seconds(made[:1], n) for n in sizes}
+                several = seconds(made, 8 // count) if 8 in sizes else 0.0
+        finally:
+            for own in made:
+                self.manager.release(own)
+        drafted = max(several - points.get(8, 0.0), 0.0) / max(count - 1, 1)
+        points = {n: s for n, s in points.items() if s < math.inf}
+        return speculative.Costs(points, drafted if several < math.inf else 0.0)
 
     def _jump(self, request: Request):
         """Append what the grammar leaves no choice about; the next step computes all of it."""
@@ -449,7 +617,9 @@ class Engine:
                 self.counts.admitted_tokens += request.prompt_tokens
                 self.counts.reused_tokens += request.reused
         parts = [(request, request.computed, n) for request, n in plan]
-        return StepRecord(now, parts, list(self.scheduler.preempted), self.manager.held)
+        guesses = [len(request.draft) for request, _ in plan]
+        preempted = list(self.scheduler.preempted)
+        return StepRecord(now, parts, guesses, preempted, self.manager.held)
 
     # ---- requests in and out
 
@@ -631,13 +801,16 @@ class Engine:
                 "preemptions": request.preempted,
                 "cache_bytes": self.stored_bytes(request.computed),
                 **(guide.usage if guide is not None else {}),
+                **(stream.guessed.usage if self.speculation is not None else {}),
             },
             timings={**timings(request), **(guide.timings if guide is not None else {})},
         )
 
     # ---- what is settled once
 
-    def _load(self, model, revision: str | None, load: str, progress, quantize, stored: bool):
+    def _load(
+        self, model, revision: str | None, load: str, progress, quantize, stored: bool
+    ) -> models.Checkpoint:
         """Everything that comes from the checkpoint: weights, tokenizer, template, defaults."""
         checkpoint, defaults = model, {}
         if load == "dummy":
@@ -669,6 +842,7 @@ class Engine:
             as_stored = "4 bits as in the file, scales rounded to"
             how = as_stored if quantize == "stored" else f"{quantize}, the rest"
             self.say(f"weights  {self.model.low} matrices in {how} {str(self.dtype)[6:]}")
+        return checkpoint
 
     def _dummy(self, model, revision: str | None) -> models.Checkpoint:
         """Random weights, and where there is no tokenizer one of bytes."""
@@ -750,6 +924,8 @@ class Engine:
                 kv_memory, why = self._gpu_memory(block_size, budget, running), "what is left"
         elif kv_memory is None:
             kv_memory, why = _free_memory(self.stored_bytes(wanted))
+        if self.speculation is not None:
+            kv_memory -= self._open_drafter(kv_memory, running)
         specs, asked = self.config.specs, running
         rooms, running = paged.rooms(
             specs, kv_memory, block_size, budget, running, self.dtype.itemsize
@@ -944,6 +1120,7 @@ class Stream:
         self.told = 0  # of these, in events
         self.stop_reason: int | str | None = None
         self.logprobs: list[Logprobs] = []
+        self.guessed = speculative.Tally()
 
     def cut(self, ids: list[int]) -> tuple[list[int], str | None]:
         """The ids that stay, and "stop", "length", "error" (what the grammar does not allow) or
@@ -1050,6 +1227,7 @@ class Grammars:
             return _last(known, key, COMPILED), spent
 
 
+FEW = 16  # tokens behind with which a request is still guessed for: a grammar may force some
 VOCABULARIES, COMPILED = 4, 64  # most that are kept
 
 
@@ -1074,6 +1252,7 @@ class Guide:
         self.taken: list[float] = []  # probability that each mask took
         self.worst = (0.0, 0)  # the largest of these, and the index of its token
         self.states = 0  # that this text made in machines it shares
+        self.later: list = []  # masks after the guesses: see `ahead`
 
     def _matcher(self) -> grammar.Matcher:
         with self.lock:  # it may need a new machine
@@ -1126,6 +1305,35 @@ class Guide:
             return False
         self.refusal = None if accepted else f"the grammar does not allow token {token}"
         return accepted
+
+    def ahead(self, guesses: list[int]) -> int:
+        """How many of these are worth a row: up to the first that ends the text or is not in it,
+        that one too. Makes the masks of the rows after them: None after such a one."""
+        before, accepted, self.later = self.matcher, 0, []
+        try:
+            for n, token in enumerate(guesses, 1):
+                waiting = self.matcher is None
+                if not self.accept(token):
+                    self.later.append(None)
+                    return n
+                accepted += not waiting
+                if self.finished:
+                    self.later.append(None)
+                    return n
+                self.later.append(self.mask())
+        except grammar.SchemaError:  # over a limit: not before it comes to that
+            return n - 1
+        finally:
+            self.refusal = None
+            self.matcher = before
+            if accepted and before is not None:
+                self._ask("rollback", accepted)
+        return len(guesses)
+
+    def masks(self, guesses: int) -> list:
+        """Of the rows of a draft that `ahead` has seen, and of the one that has none before it."""
+        later = [*self.later, None][:guesses]  # nobody looks at the row after one that ends it
+        return [self.mask(), *later]
 
     def forced(self, encode) -> list[int]:
         """Ids of the text that can go one way only from here."""
@@ -1192,6 +1400,7 @@ class StepRecord:
 
     began: float  # seconds, as all stamps
     parts: list[tuple[Request, int, int]]  # request, first position, rows
+    guesses: list[int]  # of these rows, the last of each
     preempted: list[Request]  # to make room for it
     held: int  # blocks, while it ran
     ended: float = 0.0
@@ -1199,8 +1408,10 @@ class StepRecord:
 
     @property
     def prompt_rows(self) -> int:
-        """Rows that are no decodes: prompt or forced tokens, and what is computed again."""
-        return sum(n for request, start, n in self.parts if n > 1 or start < request.prompt_tokens)
+        """Rows that are neither decodes nor guesses: prompt or forced tokens, and what is computed
+        again."""
+        parts = ((r, start, n - k) for (r, start, n), k in zip(self.parts, self.guesses))
+        return sum(n for request, start, n in parts if n > 1 or start < request.prompt_tokens)
 
     @property
     def rows(self) -> int:
@@ -1373,6 +1584,8 @@ def summary(engine: Engine, output: Output) -> str:
         )
     if "masks" in usage:
         lines += _grammar_lines(t, usage)
+    if engine.speculation is not None:
+        lines += engine.speculation.lines()
     specs, size = engine.config.specs, engine.manager.block_size
     grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
     held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
@@ -1392,9 +1605,10 @@ def summary(engine: Engine, output: Output) -> str:
         read = engine.model.read_bytes + engine.stored_bytes(int(length))
         bandwidth = read_bandwidth(engine.device)
         bound = read / bandwidth
+        step_s = t["decode_s"] / max(usage.get("rounds", usage["output_tokens"]) - 1, 1)
         lines.append(
             f"bound    a decode step reads {read / 1e6:.0f} MB: {1e3 * bound:.1f} ms at"
-            f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / t['tpot_p50_s']:.0%} of it"
+            f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / step_s:.0%} of it"
         )
     return "\n".join(lines)
 
@@ -2856,6 +3070,12 @@ def parser() -> argparse.ArgumentParser:
         help="the grammar begins after this token (text or id), such as </think>")  # fmt: skip
     add("--no-jump", action="store_true",
         help="sample also the tokens that a grammar leaves no choice about")  # fmt: skip
+    add("--speculative", metavar="DRAFTER",
+        help="guess several tokens a step and verify them: ngram")  # fmt: skip
+    add("--spec-tokens", type=int, metavar="N",
+        help="guesses a round (default: as many as are worth their rows here)")  # fmt: skip
+    add("--verify", choices=speculative.RULES, default="sample",
+        help="draw, and accept what is just that; or accept by chances (rejection sampling)")  # fmt: skip
     add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
         help="of the chat template, such as enable_thinking=false (repeatable)")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
@@ -2911,6 +3131,8 @@ def main(argv: list[str] | None = None) -> int:
     guided = any(getattr(args, name) is not None for name in GRAMMARS)
     if not (guided or many) and (args.think_end is not None or args.no_jump):
         p.error("--think-end and --no-jump go with a grammar: --json-schema, --regex, ...")
+    if args.speculative is None and (args.spec_tokens is not None or args.verify != "sample"):
+        p.error("--spec-tokens and --verify go with --speculative")
     for_json = args.json_lenient or args.json_whitespace != "default"
     if for_json and args.json_schema is None and not many:
         p.error("--json-lenient and --json-whitespace go with --json-schema")
@@ -2936,6 +3158,7 @@ def main(argv: list[str] | None = None) -> int:
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
             reserve=args.reserve, graphs=args.graphs, jump=not args.no_jump,
+            speculative=args.speculative, spec_tokens=args.spec_tokens, verify=args.verify,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()

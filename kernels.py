@@ -1725,13 +1725,14 @@ class Graphs:
         self.recorded: dict[int, tuple] = {}
         self.stream = None  # on which steps are recorded: one, and of this device
 
-    def __call__(self, step) -> Tensor:
-        """What `run(step)` returns; of a replay it is overwritten by the next one."""
+    def __call__(self, step) -> list[Tensor]:
+        """What `run(step)` returns, tensors with a line for each row; those of a replay are
+        overwritten by the next one."""
         if step.padded not in self.recorded:
             return self.run(step)
-        graph, result = self.recorded[step.padded]
+        graph, results = self.recorded[step.padded]
         graph.replay()
-        return result
+        return results
 
     def record(self, cache):
         """Record a step of each size over a cache, the largest first: the others share its
@@ -1742,7 +1743,7 @@ class Graphs:
             return
         pool = torch.cuda.graph_pool_handle()
         self.stream = self.stream or torch.cuda.Stream(self.device)
-        shared = None  # (rows, V), which may be 150 MB
+        shared: list[Tensor] = []  # (rows, ...); logits may be 150 MB
         for size in reversed(self.sizes):
             step = cache.prepare([], size)
             self.run(step)  # compiles and allocates what the first call does
@@ -1751,12 +1752,13 @@ class Graphs:
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
-                result = self.run(step)
-                shared = result if shared is None else shared
-                if shared is not result:
-                    shared[:size].copy_(result)
-                del result  # its memory is the next recording's
-            self.recorded[size] = graph, shared[:size]
+                results = self.run(step)
+                shared = shared or results
+                if shared is not results:
+                    for i, whole in enumerate(shared):
+                        whole[:size].copy_(results[i])
+                del results  # their memory is the next recording's
+            self.recorded[size] = graph, [whole[:size] for whole in shared]
 
 
 # ---------------------------------------------------------------- fewer bits, on a CPU

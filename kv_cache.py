@@ -379,7 +379,7 @@ class Step:
         self.sample_rows = sample_rows
         self.segments = segments
         self.padded = None  # rows, in a cache that pads decode steps
-        self.after: list[tuple[Tensor, int, Tensor]] = []  # (buffer, slot, new state)
+        self.after: list[tuple] = []  # (buffer, segment, its new state, that after fewer rows)
 
     def store(self, layer: int, k: Tensor, v: Tensor | None):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
@@ -420,9 +420,11 @@ class Step:
         for s in self.segments:
             before = self.cache.buffers[layer][0][s.slot]
             before = before if s.start else torch.zeros_like(before)
-            out, after = kernels.convolve(x[s.row : s.row + s.n], weight, before)
-            outputs.append(out)
-            self.after.append((self.cache.buffers[layer][0], s.slot, after))
+
+            def run(n: int, s=s, before=before):
+                return kernels.convolve(x[s.row : s.row + n], weight, before)
+
+            outputs.append(self._state(layer, 0, s, run))
         return torch.cat(outputs)
 
     def recur(self, layer: int, q, k, v, g, beta) -> Tensor:
@@ -431,11 +433,20 @@ class Step:
         for s in self.segments:
             state = self.cache.buffers[layer][1][s.slot]
             state = state if s.start else torch.zeros_like(state)
-            given = (x[s.row : s.row + s.n] for x in (q, k, v, g, beta))
-            out, state = kernels.delta_rule(*given, state)
-            outputs.append(out)
-            self.after.append((self.cache.buffers[layer][1], s.slot, state))
+
+            def run(n: int, s=s, state=state):
+                given = (x[s.row : s.row + n] for x in (q, k, v, g, beta))
+                return kernels.delta_rule(*given, state)
+
+            outputs.append(self._state(layer, 1, s, run))
         return torch.cat(outputs)
+
+    def _state(self, layer: int, part: int, s: Segment, run) -> Tensor:
+        """What `run` gives of all rows of a segment. Their state waits for `commit`, which, if
+        only some stay, runs these again from the old one."""
+        out, after = run(s.n)
+        self.after.append((self.cache.buffers[layer][part], s, after, run))
+        return out
 
 
 class ContiguousCache:
@@ -474,11 +485,14 @@ class ContiguousCache:
                 part = ... if spec.kind == "linear" else slice(length)
                 buffer[child.slot][part] = buffer[parent.slot][part]
 
-    def commit(self, step: Step, kept):
-        """Put the new states in the place of the old ones. Rejected keys lie beyond `computed`,
-        and length decides."""
-        for buffer, slot, after in step.after:
-            buffer[slot] = after
+    def commit(self, step: Step, stay: list[int] | None):
+        """Put the new states in the place of the old ones: those after the rows that stay of each
+        request of the plan (None: all). Rejected keys lie beyond `computed`, and length decides.
+        """
+        stays = dict(zip(step.segments, stay or []))
+        for buffer, segment, after, run in step.after:
+            n = stays.get(segment, segment.n)
+            buffer[segment.slot] = after if n == segment.n else run(n)[1]
 
 
 def shapes(spec: LayerSpec, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype | None]]:

@@ -460,8 +460,6 @@ class BlockManager:
           the request leaves what others have computed: the next of its kind begins there.
         """
         size, done = self.block_size, request.computed
-        stateful = any(pool.room.state for pool in self.pools)
-        assert not (stateful and request.draft), "what a draft did to a state stays in it"
         if self.states:
             progress = self._progress(request)
             end = min(done + n, progress.prompt - 1) // size * size  # as far as a match goes
@@ -633,13 +631,19 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 class PagedStep:
     """What the model sees of a paged cache in one forward pass: see kv_cache.Step."""
 
-    def __init__(self, cache: "PagedCache", tokens, positions, sample_rows, views, padded=None):
+    def __init__(
+        self, cache: "PagedCache", tokens, positions, sample_rows, views, plan, spans, padded=None
+    ):
         self.cache = cache
         self.tokens = tokens
         self.positions = positions
         self.sample_rows = sample_rows
         self.views = views  # one for each cache group
+        self.plan = plan
+        self.spans = spans  # of each request: first row, rows, first position
         self.padded = padded  # rows, of a decode step that was padded to one of the cache's sizes
+        self.drafted = any(request.draft for request, _ in plan)  # some rows may not stay
+        self.inputs: list[tuple] = []  # then what states were made of: (layer, with what, from)
 
     def store(self, layer: int, k: Tensor, v: Tensor | None):
         """Write a layer's keys and values of this step's rows: k, v (T, G, D)."""
@@ -667,11 +671,44 @@ class PagedStep:
 
     def conv(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """A linear layer's short convolution and silu: x (T, C), weight (C, K) -> (T, C)."""
-        return kernels.conv(x, weight, self.cache.pools[layer][0], self._view(layer))
+        return self._state(layer, self._conv, weight, x)
+
+    def _conv(self, layer: int, view, weight: Tensor, x: Tensor) -> Tensor:
+        return kernels.conv(x, weight, self.cache.pools[layer][0], view)
 
     def recur(self, layer: int, q, k, v, g, beta) -> Tensor:
         """A linear layer's gated delta rule over its state, see `kernels.delta_rule`."""
-        return kernels.recur(q, k, v, g, beta, self.cache.pools[layer][1], self._view(layer))
+        return self._state(layer, self._recur, None, q, k, v, g, beta)
+
+    def _recur(self, layer: int, view, weight, *given: Tensor) -> Tensor:
+        return kernels.recur(*given, self.cache.pools[layer][1], view)
+
+    def _state(self, layer: int, run, weight: Tensor | None, *given: Tensor) -> Tensor:
+        if self.drafted:
+            self.inputs.append((layer, run, weight, given))
+        return run(layer, self._view(layer), weight, *given)
+
+    def replay(self, stay: list[int]):
+        """Write the states again of the requests of which not all rows stay: after those that do.
+        What the step read is as it was."""
+        at, rows, spans, short = 0, [], [], []
+        for (request, n), (row, _, position), count in zip(self.plan, self.spans, stay):
+            if count < n:
+                rows += range(row, row + count)
+                spans.append((at, count, position))
+                short.append(request)
+                at += count
+        if not (short and self.inputs):
+            return
+        cache, chosen = self.cache, kernels.upload(rows, torch.int64, self.cache.device)
+        views = [
+            layout.view([request.tables[group] for request in short], spans)
+            if cache.groups[group].kind == "linear"
+            else None
+            for group, layout in enumerate(cache.layouts)
+        ]
+        for layer, run, weight, given in self.inputs:
+            run(layer, views[cache.group_of[layer]], weight, *(x[chosen] for x in given))
 
 
 class PagedCache:
@@ -753,6 +790,8 @@ class PagedCache:
             self.positions.fill(positions + [0] * more),
             self.sample_rows.fill(sample_rows + list(range(count, count + more))),
             views,
+            plan,
+            spans,
             padded,
         )
         if self.uploaded is not None:
@@ -767,9 +806,10 @@ class PagedCache:
                 for pool in pools:
                     pool[child.tables[group][full]] = pool[parent.tables[group][full]]
 
-    def commit(self, step: PagedStep, kept):
-        """Nothing to do: rejected rows lie beyond `computed`, and length decides; the next step
-        reads the states that this one wrote."""
+    def commit(self, step: PagedStep, stay: list[int]):
+        """Of each request of the plan so many rows stay. Keys of others lie beyond `computed`, and
+        length decides; the next step reads the states that this one wrote, or writes here."""
+        step.replay(stay)
 
 
 def rooms(

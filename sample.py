@@ -171,6 +171,7 @@ class Row:
     history: Sequence[int] = ()  # all tokens before it; only penalties look at them
     mask: Sequence[int] | None = None  # ids that are allowed, int32 words as in kernels.allow
     prompt_tokens: int = 0  # how many of history are the prompt
+    domain: int = 0  # what its noise is for: TARGET, or DRAFT
 
     def __post_init__(self):
         if None in (self.params.temperature, self.params.repetition_penalty):
@@ -194,15 +195,7 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list, list, list]:
     penalties and bias, at temperature 1: of a row that has one the probability of all forbidden
     ids, and whether the likeliest id was one of them; else None.
     """
-    assert len(rows) == logits.shape[0], f"{len(rows)} rows for {logits.shape[0]} of logits"
-    scores = logits
-    if not all(_plain(row) for row in rows):
-        scores = torch.stack([_adjust(x, row) for x, row in zip(logits.float(), rows)])
-    masked = [i for i, row in enumerate(rows) if row.mask is not None]
-    if masked:
-        words = kernels.upload_rows([rows[i].mask for i in masked], logits.device)
-        places = kernels.upload(masked, torch.int64, logits.device)
-        scores, took = kernels.allow(scores, words, places)
+    scores, took = _scores(logits, rows)
     best, first = scores.max(-1)  # the first of equals
     chosen = torch.where(best.isfinite(), first, -1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
@@ -212,14 +205,30 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[list, list, list]:
             where = kernels.upload(drawn, torch.int64, logits.device)
         tokens = _draw(scores[where].float(), [rows[i] for i in drawn])
         chosen[where] = torch.where(chosen[where] < 0, -1, tokens)
-    shares: list[tuple[float, bool] | None] = [None] * len(rows)
-    if masked:
+    if took is not None:
         took = took.to("cpu", non_blocking=True)  # there as soon as the ids are
     ids = [i if i >= 0 else None for i in chosen.tolist()]  # the one wait for the device
+    return ids, logprobs(logits, rows, ids), _shares(took, rows)
+
+
+def _scores(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor | None]:
+    """Logits (R, V) after penalties, bias and masks; and what the masks took, see `_shares`."""
+    assert len(rows) == logits.shape[0], f"{len(rows)} rows for {logits.shape[0]} of logits"
+    scores, took = logits, None
+    if not all(_plain(row) for row in rows):
+        scores = torch.stack([_adjust(x, row) for x, row in zip(logits.float(), rows)])
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
     if masked:
-        for i, (mass, likeliest) in zip(masked, took.tolist()):
-            shares[i] = mass, likeliest == 1
-    return ids, _logprobs(logits, rows, ids), shares
+        words = kernels.upload_rows([rows[i].mask for i in masked], logits.device)
+        places = kernels.upload(masked, torch.int64, logits.device)
+        scores, took = kernels.allow(scores, words, places)
+    return scores, took
+
+
+def _shares(took: Tensor | None, rows: list[Row]) -> list[tuple[float, bool] | None]:
+    """Of each row that has a mask the probability it took, and whether that of the likeliest."""
+    pairs = iter([] if took is None else [(mass, first == 1) for mass, first in took.tolist()])
+    return [None if row.mask is None else next(pairs) for row in rows]
 
 
 def _plain(row: Row) -> bool:
@@ -305,7 +314,7 @@ class _Columns:
         self.top_p = column([x.top_p for x in p])
         self.min_p = column([x.min_p for x in p])
         self.filtered = self.largest_k > 0 or any(x.top_p < 1 or x.min_p > 0 for x in p)
-        self.keys = column([noise_key(r.seed, TARGET, r.position) for r in rows], torch.int32)
+        self.keys = column([noise_key(r.seed, r.domain, r.position) for r in rows], torch.int32)
 
 
 def _contenders(scaled: Tensor, floor: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -376,7 +385,47 @@ def _total(scaled: Tensor, columns: _Columns) -> Tensor:
     return total
 
 
-def _logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:
+def distribution(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list]:
+    """The probabilities that `sample` draws each row by, (R, V) in float64, and what masks took.
+
+    At temperature 0 all is on one id. A row from which nothing can be drawn is all 0.
+    """
+    scores, took = _scores(logits, rows)
+    scores = scores.double()
+    best, first = scores.max(-1, keepdim=True)
+    columns = _Columns(rows, *scores.shape, scores.device)
+    order = (scores - best).div_(columns.temperature).nan_to_num_(nan=-torch.inf)
+    order, ids = order.sort(dim=-1, descending=True, stable=True)  # of equals the smaller id first
+    rank = torch.arange(order.shape[1], device=order.device)
+    order.masked_fill_(rank >= columns.top_k, -torch.inf)
+    shares = order.softmax(-1)
+    before = shares.cumsum(-1) - shares
+    kept = (before < columns.top_p) | (columns.top_p >= 1)
+    kept &= (order >= columns.min_p.double().log()) | (rank == 0)
+    shares = shares * kept
+    shares /= shares.sum(-1, keepdim=True)
+    result = torch.zeros_like(scores).scatter_(1, ids, shares)
+    cold = torch.tensor([row.params.temperature == 0 for row in rows], device=scores.device)
+    result = torch.where(cold[:, None], torch.zeros_like(result).scatter_(1, first, 1), result)
+    return torch.where(best.isfinite(), result, 0), _shares(took, rows)
+
+
+def draw(probabilities: Tensor, keys: list[list[int]]) -> Tensor:
+    """Ids (R,) drawn by probabilities (R, V), with the noise of `noise_key`s; -1 for a row that
+    is all 0."""
+    keys = torch.tensor(keys, dtype=torch.int32, device=probabilities.device)[:, None]
+    best, ids = (probabilities.double().log() + gumbel(keys, _all_ids(probabilities))).max(-1)
+    return torch.where(best.isfinite(), ids, -1)
+
+
+def uniform(keys: list[list[int]], ids: list[int]) -> list[float]:
+    """A number between 0 and 1, neither of them, for an id each: the coins of a verification."""
+    keys, ids = torch.tensor(keys, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32)
+    return _uniform(noise_bits(keys[:, None], ids[:, None])[:, 0]).tolist()
+
+
+def logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:
+    """Of each row that asks for them, and has an id."""
     result: list[Logprobs | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         if row.params.logprobs is None or ids[i] is None:
@@ -423,8 +472,11 @@ def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, float64, for token ids (R, C): -ln(-ln(u)), from -3.1 to 22.9."""
-    uniform = (noise_bits(keys, ids).double() + (2.0**31 + 0.5)) / 2.0**32  # in (0, 1)
-    return -(-uniform.log()).log()
+    return -(-_uniform(noise_bits(keys, ids)).log()).log()
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    return (bits.double() + (2.0**31 + 0.5)) / 2.0**32  # in (0, 1)
 
 
 def _mix32(x: Tensor) -> Tensor:

@@ -85,6 +85,11 @@ class Request:
         """The same with this step's draft."""
         return self.missing + len(self.draft)
 
+    def stay(self, n: int, ids: int) -> int:
+        """Of n planned rows how many stay in the cache, if so many ids come out of them: one row
+        yields the token after it, so the newest token is always still to be computed."""
+        return n - len(self.draft) + max(ids - 1, 0)
+
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
@@ -160,6 +165,8 @@ class Scheduler:
             n = self.manager.limit(request, min(request.behind, max(1, room - later)))
             # A draft is cut to what fits: the step that has one verifies all of it.
             request.draft = request.draft[: max(n - request.missing, 0)]
+            if request.draft and not self.manager.grow(request, n):  # it takes nobody's room
+                n, request.draft = request.missing, []
             if self._grow(request, n):
                 plan.append((request, n))
                 room -= n
@@ -265,14 +272,13 @@ class Scheduler:
     def commit(self, plan: list[tuple[Request, int]], kept: list[tuple[list[int], str | None]]):
         """Take a step's result: per planned request its new ids and why it finished, if it did.
 
-        Of n rows, k of them drafts, n - k + max(len(ids) - 1, 0) stay in the cache: one row
-        yields the token after it, so the newest token is always still to be computed.
+        What a draft's rows left beyond `Request.stay` is not computed: length decides.
         """
         assert len(plan) == len(kept), f"{len(plan)} planned, {len(kept)} results"
         for (request, n), (ids, finish) in zip(plan, kept):
             if request.finish_reason is not None:
                 continue  # aborted while the step ran: its room is free already
-            request.computed += n - len(request.draft) + max(len(ids) - 1, 0)
+            request.computed += request.stay(n, len(ids))
             request.draft = []
             request.tokens += ids
             self.manager.commit(request)

@@ -55,8 +55,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "sample.py",
-        "            shares[i] = mass, likeliest == 1",
-        "            shares[masked.index(i)] = mass, likeliest == 1",
+        "    return [None if row.mask is None else next(pairs) for row in rows]",
+        "    return [next(pairs, None) for row in rows]",
         "what a mask took is told of another row",
         "tests/test_sample.py -k test_a_seeded_row_draws_the_same_alone",
     ),
@@ -2092,8 +2092,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "kernels.py",
-        "                del result  # its memory is the next recording's",
-        "                kept = [*vars().get('kept', []), result]",
+        "                del results  # their memory is the next recording's",
+        "                kept = [*vars().get('kept', []), results]",
         "every recording keeps its logits",
         "tests/test_kernels.py -k recordings_leave",
     ),

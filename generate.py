@@ -214,6 +214,7 @@ class Engine:
             self.forward.record(self.cache)
         self.manager = paged.BlockManager(rooms, block_size, prefix_cache, reserve)
         self.scheduler = Scheduler(self.manager, budget, max_running, policy, static)
+        self.drafter_failed = False
         self.grammars = Grammars(self.tokens, self.config.vocab)
         self.jump = jump
         if self.speculation is not None:
@@ -262,6 +263,7 @@ class Engine:
         except BaseException:  # Ctrl-C between two lines: nobody knows what was kept
             self._fail(plan, "interrupted")
             self.scheduler.repair()
+            self._keep([])  # nor what the drafter has of whom
             raise
         else:
             if self.watch is not None:
@@ -271,14 +273,17 @@ class Engine:
             self.stepper = None
 
     def _run(self, plan) -> list[Event]:
-        """Compute a plan and commit it. What fails is tried again request by request, since
-        nothing is committed yet: the one whose fault it was ends, the others go on."""
+        """Compute a plan and commit it. What fails is tried again without guesses, then request by
+        request, since nothing is committed yet: the one whose fault it was ends, the others go
+        on."""
         failure = None
         try:
             step, features, drawn = self._compute(plan)
         except Exception as error:  # out of memory, a device that failed, a number too large
             failure = str(error)  # the error itself holds all the tensors of the step
         if failure is not None:
+            if any(request.draft for request, _ in plan):  # perhaps it was a guess too many
+                return self._run(self._unguessed(plan))
             if len(plan) == 1:
                 return self._fail(plan, failure)
             return [event for pair in plan for event in self._run([pair])]
@@ -296,6 +301,13 @@ class Engine:
         except Exception as error:
             return self._fail(plan, str(error))
         return [self._event(request) for request, _ in plan]
+
+    def _unguessed(self, plan):
+        """The same plan without drafts."""
+        fewer = [(request, n - len(request.draft)) for request, n in plan]
+        for request, _ in plan:
+            request.draft = []
+        return fewer
 
     def _compute(self, plan):
         """One forward pass; what it leaves for a drafter; and for each sample of the requests that
@@ -393,6 +405,9 @@ class Engine:
                 continue
             stream, guide = request.stream, request.stream.guide
             came = next(drawn)
+            right = len(came) - 1
+            if guide is not None:
+                came = came[: guide.until]
             if came[0][0] is None:
                 stuck = guide is not None and guide.stuck
                 why = "the grammar allows none" if stuck else "logits are not finite"
@@ -409,9 +424,8 @@ class Engine:
             request.stamps.setdefault("first token", now)
             request.token_stamps += [now] * len(ids)
             if self.speculation is not None:
-                right = len(came) - 1
                 self.speculation.count(request, len(request.draft), right, len(ids))
-                stream.guessed.add(len(request.draft), right, len(ids))
+                stream.guessed.add(len(request.draft), min(right, len(ids)), len(ids))
             kept.append((ids, finish))
         return kept
 
@@ -420,18 +434,46 @@ class Engine:
     def _learn(self, plan, stay: dict, features: list[torch.Tensor]):
         """Give a drafter what the target left of each row that stays."""
         row = 0
-        for request, n in plan if features else ():
-            own = [x[row : row + stay[request]].clone() for x in features]
-            self.speculation.learn(request, request.computed, own)
-            row += n
+        with self._drafting():
+            for request, n in plan if features and not self.drafter_failed else ():
+                own = [x[row : row + stay[request]].clone() for x in features]
+                self.speculation.learn(request, request.computed, own)
+                row += n
 
     def _speculate(self, record: "StepRecord"):
         """What came of the last step's guesses, and guesses for the next step."""
-        running, speculation = self.scheduler.running, self.speculation
-        if record.prompt_rows == 0:
+        speculation = self.speculation
+        if record.prompt_rows == 0 and not self.drafter_failed:
             spent = record.ended - record.began + speculation.draft_s
             speculation.account(spent, len(record.parts), record.sampled)
-        speculation.keep(running)
+        self._keep(self.scheduler.running)
+        with self._drafting():
+            if not self.drafter_failed:
+                self._propose()
+
+    def _keep(self, requests: list[Request]):
+        """Let the drafter forget all others."""
+        if self.speculation is not None and not self.drafter_failed:
+            with self._drafting():
+                self.speculation.keep(requests)
+
+    @contextmanager
+    def _drafting(self):
+        """A drafter that fails says so, once, and is not asked again: nothing that comes out
+        needs it."""
+        try:
+            yield
+        except Exception as error:
+            self.drafter_failed = True
+            self.speculation.drafts.clear()
+            for request in self.scheduler.running:
+                request.draft = []
+            name, why = self.speculation.drafter.name, str(error).strip() or type(error).__name__
+            self.say(f"guesses  {name} failed, there are none any more: {why.splitlines()[0]}")
+
+    def _propose(self):
+        """Guesses for the next step, for those who decode and are not at their last token."""
+        running, speculation = self.scheduler.running, self.speculation
         asked, room = [], []
         for request in running:
             left = request.stream.room - request.stream.count - 1 if request.stream else 0
@@ -440,8 +482,9 @@ class Engine:
                 room.append(left)
         rows = sum(request.missing for request in asked)
         drafts = speculation.propose(asked, room, rows, self._draft_row)
-        for request, draft in zip(asked, drafts):
-            request.draft = draft.ids[: self._worth(request, draft.ids)]
+        for request, draft, most in zip(asked, drafts, room):
+            ids = draft.ids[: self._sound(draft, most)]
+            request.draft = ids[: self._worth(request, ids)]
 
     def _draft_row(self, request: Request, guesses: list[int]) -> Row:
         """What the token after some guesses is drawn from: by the target's own noise, if that is
@@ -451,14 +494,25 @@ class Engine:
         history = request.tokens + guesses
         return Row(request.params, request.seed, place, history, None, count, domain)
 
+    def _sound(self, draft: "speculative.Draft", most: int) -> int:
+        """How many guesses can be verified at all: a drafter may be anybody's."""
+        V, beliefs = self.config.vocab, draft.beliefs
+        if beliefs is not None and beliefs.shape != (len(draft.ids), V):
+            raise ValueError(f"beliefs {tuple(beliefs.shape)}, not {(len(draft.ids), V)}")
+        for j, token in enumerate(draft.ids[:most]):
+            if type(token) is not int or not 0 <= token < V:
+                raise ValueError(f"guess {token!r} is not an id of 0 to {V - 1}")
+        return min(len(draft.ids), most)
+
     def _worth(self, request: Request, guesses: list[int]) -> int:
-        """How many guesses are worth a row: up to the first that ends the text or breaks its
-        grammar. That one too, for its row settles by chance whether it comes."""
+        """How many guesses are worth a row: up to the first that ends the text, breaks its
+        grammar, or is followed by what the grammar forces. That one too, for its row settles by
+        chance whether it comes."""
         stream = request.stream
         stops = [j for j, token in enumerate(guesses) if token in stream.stop_ids]
         n = stops[0] if stops else len(guesses)
         if stream.guide is not None:
-            worth = stream.guide.ahead(guesses[:n])
+            worth = stream.guide.ahead(guesses[:n], partial(self._forced_ids, request))
             if worth < n:
                 return worth
         return n + bool(stops)
@@ -501,9 +555,11 @@ class Engine:
         these are several requests'."""
         budget, count = self.scheduler.budget, min(self.scheduler.max_running, 4)
         prompt = min(32, budget, self.max_len // 2)
-        most = min(48, budget, self.max_len - prompt)
         params = SamplingParams(seed=0).with_defaults(self.generation)
         made = [Request(-1 - i, [0] * (prompt + 1), params) for i in range(count)]
+        if not self.manager.grow(made[0], prompt + 1):  # a window may have fewer blocks
+            prompt = 1
+        most = min(48, budget, self.max_len - prompt)
 
         def seconds(requests: list[Request], rows: int) -> float:
             """The least of a few times; endless, if the cache has no room."""
@@ -522,6 +578,7 @@ class Engine:
         try:
             with self.on_device:
                 for own in made:
+                    own.tokens = [0] * (prompt + 1)
                     if self.manager.grow(own, prompt):
                         self._compute([(own, prompt)])
                     own.computed = prompt
@@ -529,6 +586,7 @@ class Engine:
                 points = {n: seconds(made[:1], n) for n in sizes}
                 several = seconds(made, 8 // count) if 8 in sizes else 0.0
         finally:
+            self.speculation.drafts.clear()
             for own in made:
                 self.manager.release(own)
         drafted = max(several - points.get(8, 0.0), 0.0) / max(count - 1, 1)
@@ -556,16 +614,18 @@ class Engine:
         None where logprobs are asked for: every token has some, and these have no logits.
         """
         stream, guide = request.stream, request.stream.guide
-        if guide is None or request.finish_reason is not None or not self.jump:
+        if guide is None or request.finish_reason is not None:
             return [], None
-        if request.params.logprobs is not None:
-            return [], None
-        ids = guide.forced(self._plain_ids)
-        if not stream.stop_ids.isdisjoint(ids):  # these are no text
-            return [], None
-        ids, finish = stream.cut(ids)
+        ids, finish = stream.cut(self._forced_ids(request))
         guide.forced_tokens += len(ids)
         return ids, finish
+
+    def _forced_ids(self, request: Request) -> list[int]:
+        stream, guide = request.stream, request.stream.guide
+        if not self.jump or request.params.logprobs is not None:
+            return []
+        ids = guide.forced(self._plain_ids)
+        return ids if stream.stop_ids.isdisjoint(ids) else []  # these are no text
 
     def _plain_ids(self, text: str) -> list[int]:
         """Ids whose bytes are the text, where a tokenizer may put a space before; [] if none."""
@@ -727,6 +787,8 @@ class Engine:
                 for request in self.doomed[0].family:
                     events += self._end(request, "abort")
                 self.doomed.popleft()
+            if events:
+                self._keep(self.scheduler.running)
         except BaseException:  # Ctrl-C
             self.scheduler.repair()
             raise
@@ -1253,6 +1315,7 @@ class Guide:
         self.worst = (0.0, 0)  # the largest of these, and the index of its token
         self.states = 0  # that this text made in machines it shares
         self.later: list = []  # masks after the guesses: see `ahead`
+        self.until: int | None = None  # tokens of a round that count: what comes next is forced
 
     def _matcher(self) -> grammar.Matcher:
         with self.lock:  # it may need a new machine
@@ -1306,28 +1369,30 @@ class Guide:
         self.refusal = None if accepted else f"the grammar does not allow token {token}"
         return accepted
 
-    def ahead(self, guesses: list[int]) -> int:
-        """How many of these are worth a row: up to the first that ends the text or is not in it,
-        that one too. Makes the masks of the rows after them: None after such a one."""
-        before, accepted, self.later = self.matcher, 0, []
+    def ahead(self, guesses: list[int], forced=lambda: []) -> int:
+        """How many of these are worth a row: up to the first that ends the text, is not in it, or
+        is followed by ids that are `forced`; that one too. Makes the masks of the rows after them:
+        None after such a one."""
+        before, states = self.matcher, self.states
+        known = 0 if before is None else len(before.ids)
+        self.later, self.until = [], None
         try:
             for n, token in enumerate(guesses, 1):
-                waiting = self.matcher is None
-                if not self.accept(token):
+                if not self.accept(token) or self.finished:
                     self.later.append(None)
                     return n
-                accepted += not waiting
-                if self.finished:
+                if forced():
                     self.later.append(None)
+                    self.until = n
                     return n
                 self.later.append(self.mask())
         except grammar.SchemaError:  # over a limit: not before it comes to that
             return n - 1
         finally:
             self.refusal = None
-            self.matcher = before
-            if accepted and before is not None:
-                self._ask("rollback", accepted)
+            self.matcher, self.states = before, states  # of guesses, so nobody's
+            if before is not None:
+                self._ask("rollback", len(before.ids) - known)
         return len(guesses)
 
     def masks(self, guesses: int) -> list:
@@ -1459,7 +1524,7 @@ def timings(request: Request) -> dict[str, float]:
     """Seconds from one hand-over to the next; what has not happened yet is left out.
 
     TTFT: from received to the first piece of text handed on, or, where nobody streams, to the
-    first id made text. TPOT: the gap between sampled tokens. Prefill: from the first step of a
+    first id made text. TPOT: the gap between sampled tokens, 0 between those of one step. Prefill: from the first step of a
     prompt to the end of its last.
     """
     s, tokens = request.stamps, request.token_stamps
@@ -1479,7 +1544,7 @@ def timings(request: Request) -> dict[str, float]:
         times["tpot_p99_s"] = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
         times["tpot_max_s"] = gaps[-1]
         times["decode_s"] = tokens[-1] - tokens[0]
-        times["decode_tokens_per_s"] = len(gaps) / times["decode_s"]
+        times["decode_tokens_per_s"] = len(gaps) / max(times["decode_s"], 1e-9)
     if "released" in s:
         times["total_s"] = s["released"] - s["received"]
     return times

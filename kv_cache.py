@@ -478,8 +478,11 @@ class ContiguousCache:
         return self.step
 
     def copy(self, parent, child, length: int):
-        """Give the child's slot what its parent's first `length` tokens left: a fork."""
-        self.commit(self.step, None)  # a fork comes in the middle of a step
+        """Give the child's slot what its parent's first `length` tokens left: a fork, in the
+        middle of a step. Of others it is not known yet how many rows stay."""
+        for buffer, segment, after, _ in self.step.after:
+            if segment.slot == parent.slot:
+                buffer[segment.slot] = after
         for spec, buffers in zip(self.specs, self.buffers):
             for buffer in buffers:
                 part = ... if spec.kind == "linear" else slice(length)

@@ -225,6 +225,11 @@ class Pool:
     def extend(self, table: list[int], more: int):
         table.extend(self.take() for _ in range(more))
 
+    def shrink(self, table: list[int], needed: int, now: int):
+        """Give back what was for guesses that were wrong: it would be others' when they need it."""
+        while len(table) > needed:
+            self.let_go(table.pop(), now)
+
     def filled(self, table: list[int], i: int, computed: int) -> int:
         """The block that stands for the tokens of block i and all before; 0: there is none."""
         return table[i]
@@ -336,6 +341,9 @@ class States(Pool):
         if not table:
             table.append(0)
         super().extend(table, more)
+
+    def shrink(self, table, needed, now):
+        """It has as many as ever."""
 
     def filled(self, table, i, computed):
         return table[-1] if computed == (i + 1) * self.size else 0
@@ -530,6 +538,8 @@ class BlockManager:
                 last = pool.index.insert(last, request.salt, ids, block)
             progress.entered[group] = full, last
             pool.settle(table, request.computed, self.clock)
+            needed = self._demand(request, len(request.tokens), self.reserve)
+            pool.shrink(table, needed, self.clock)
         self._thin(request, progress)
         progress.computed = request.computed
 
@@ -707,6 +717,8 @@ class PagedStep:
             else None
             for group, layout in enumerate(cache.layouts)
         ]
+        if cache.uploaded is not None:
+            cache.uploaded.record()  # the next step waits for these copies too
         for layer, run, weight, given in self.inputs:
             run(layer, views[cache.group_of[layer]], weight, *(x[chosen] for x in given))
 

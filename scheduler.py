@@ -165,13 +165,12 @@ class Scheduler:
             n = self.manager.limit(request, min(request.behind, max(1, room - later)))
             # A draft is cut to what fits: the step that has one verifies all of it.
             request.draft = request.draft[: max(n - request.missing, 0)]
-            if request.draft and not self.manager.grow(request, n):  # it takes nobody's room
-                n, request.draft = request.missing, []
-            if self._grow(request, n):
+            if self._grow(request, n - len(request.draft)):
                 plan.append((request, n))
                 room -= n
         if not self.preempted:
             self._admit(plan, room)
+        plan = [(request, self._with_draft(request, n)) for request, n in plan]
         assert plan or not self.busy, "4: a step with requests must plan something"
         return plan
 
@@ -183,6 +182,14 @@ class Scheduler:
             if self.waiting[place : place + 1] != [request]:  # else interrupted here before
                 self.waiting.insert(place, request)
             self.arrived.popleft()
+
+    def _with_draft(self, request: Request, n: int) -> int:
+        """Of n tokens those there is room for, now that all others have theirs: with the draft, or
+        without it."""
+        if request.draft and not self.manager.grow(request, n):
+            n -= len(request.draft)
+            request.draft = []
+        return n
 
     def _grow(self, request: Request, n: int) -> bool:
         """Room for n more tokens, taken from the last in order; False: that was the request."""
@@ -308,13 +315,16 @@ class Scheduler:
 
     def repair(self):
         """Restore the invariants after an interruption between two lines: who runs does not wait,
-        who waits holds nothing, and the manager has handed out what the running ones name."""
+        who waits holds nothing, and the manager has handed out what the running ones name. Drafts
+        are dropped: they may be half made."""
         self._queue()
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None]
         kept = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]
         self.waiting = [r for r in kept if r not in self.running]
         for request in self.waiting:
             request.computed, request.slot, request.tables, request.draft = 0, None, [], []
+        for request in self.running:
+            request.draft = []
         self.manager.repair(self.running)
 
     @property

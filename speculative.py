@@ -621,8 +621,8 @@ class Speculation:
         began = time.perf_counter()
         some = [counts[i] for i in asked]
         made = self.drafter.propose([requests[i] for i in asked], some, make_row)
-        for i, draft in zip(asked, made):
-            drafts[i] = draft
+        for i, draft, most in zip(asked, made, some):
+            drafts[i] = draft.cut(most)
         each = (time.perf_counter() - began) / (1 if self.drafter.parallel else max(some))
         if not self.drafter.free:
             self.guess_s = 0.8 * self.guess_s + 0.2 * each if self.guess_s else each
@@ -669,7 +669,7 @@ class Speculation:
 
     def count(self, request, guesses: int, right: int, tokens: int):
         """A round of a request: of its guesses how many were right, and how many tokens stay."""
-        self.tally.add(guesses, right, tokens)
+        self.tally.add(guesses, min(right, tokens), tokens)
         if guesses and not self.drafter.free:
             self.acceptance.count(0, right, right < guesses)
 

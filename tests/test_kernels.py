@@ -1343,13 +1343,13 @@ def test_recordings_leave_their_results_in_one_place(monkeypatch):
         assert sum(one() is not None for one in alive) <= 1, "more than the largest one's"
         found = torch.full((step.padded, 3), step.padded)
         alive.append(weakref.ref(found))
-        return found
+        return [found]
 
     cache = SimpleNamespace(prepare=lambda plan, size: SimpleNamespace(padded=size))
     graphs = kernels.Graphs(run, torch.device("cuda"), (1, 2, 4))
     graphs.record(cache)
     assert sorted(graphs.recorded) == [1, 2, 4]
-    results = {size: result for size, (_, result) in graphs.recorded.items()}
+    results = {size: result for size, (_, (result,)) in graphs.recorded.items()}
     assert [len(result) for _, result in sorted(results.items())] == [1, 2, 4]
     assert len({result.data_ptr() for result in results.values()}) == 1
     assert results[4][:, 0].tolist() == [1, 2, 4, 4]  # the last that was recorded came last

@@ -1,16 +1,28 @@
 """speculative.py in the engine: guesses change how long a text takes, and nothing else."""
 
+import functools
 import random
+import re
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import generate
+import kv_cache
 import model
+import paged
+import speculative
+import tiny
 from generate import Engine, SamplingParams
+from scheduler import Scheduler
 from speculative import Draft, Drafter
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
+HOW = ["right", "wrong", "alternating", "random"]
 
 
 class Oracle(Drafter):
@@ -38,19 +50,73 @@ class Oracle(Drafter):
         return ids
 
 
+class Holding(Drafter):
+    """Has a place for each request that it has learnt of, and sees to it that it learns of every
+    position that stays."""
+
+    name, most, hidden = "holding", 4, True
+
+    def __init__(self, inner=None):
+        self.inner, self.known = inner or Drafter(), {}
+
+    def learn(self, request, start, features):
+        (hidden,) = features
+        assert start + len(hidden) <= len(request.tokens) + len(request.draft)
+        assert self.known.get(request, start) >= start, "a position is left out"
+        self.known[request] = start + len(hidden)
+
+    def propose(self, requests, counts, rows):
+        for request in requests:
+            known = self.known.get(request, request.computed)  # a sample has only just begun
+            assert known == request.computed, "the target has computed more, or less"
+        return self.inner.propose(requests, counts, rows)
+
+    def keep(self, requests):
+        self.known = {r: self.known[r] for r in requests if r in self.known}
+
+
+class Saying(Drafter):
+    """Says what it is told to, round by round, to everyone; then nothing."""
+
+    name, most = "saying", 16
+
+    def __init__(self, *rounds):
+        self.rounds = list(rounds)
+
+    def propose(self, requests, counts, rows):
+        said = self.rounds.pop(0) if self.rounds else []
+        if isinstance(said, BaseException):
+            raise said
+        return [said if isinstance(said, Draft) else Draft(list(said)) for _ in requests]
+
+
+@functools.cache
 def checkpoint(family: str) -> model.Checkpoint:
     return model.load(GOLDEN / family)
 
 
-def served(engine: Engine, work) -> list:
+def small(family: str, **settings) -> Engine:
+    defaults = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+    engine = Engine(checkpoint(family), **defaults | settings)
+    tiny.poisoned(engine.cache)  # what is read without having been written shows
+    return engine
+
+
+def served(engine: Engine, work, between=lambda engine: None) -> list:
     """Tokens, reasons and logprobs of each request, every invariant checked at every step."""
     requests = [engine.add(prompt, params) for prompt, params in work]
     while engine.scheduler.busy:
         engine.step()
         engine.check()
-    assert engine.manager.held == 0
+        between(engine)
+    assert engine.manager.held == 0 and not engine.drafter_failed
     members = [one for r in requests for one in r.family]
     return [(one.prompt_tokens, one.index, one.tokens, one.finish_reason) for one in members]
+
+
+def answers(found: list) -> dict:
+    """What an oracle has to know."""
+    return {(tuple(tokens[:n]), index): tokens for n, index, tokens, _ in found}
 
 
 def workload(vocab: int, seed: int = 0, count: int = 5) -> list:
@@ -65,19 +131,593 @@ def workload(vocab: int, seed: int = 0, count: int = 5) -> list:
     return work
 
 
-@pytest.mark.parametrize("how", ["right", "wrong", "alternating", "random"])
-@pytest.mark.parametrize("family", KINDS)
+@functools.cache
+def plain(family: str) -> list:
+    return served(small(family), workload(checkpoint(family).config.vocab))
+
+
+@pytest.mark.parametrize("family, how", [
+    *((family, "random") for family in KINDS),
+    *(("qwen3_5_text", how) for how in HOW[:-1]),
+    *(pytest.param(f, how, marks=pytest.mark.slow) for f in KINDS for how in HOW),
+])  # fmt: skip
 def test_guesses_change_nothing_that_comes_out(family, how):
-    data = checkpoint(family)
-    work = workload(data.config.vocab)
-    base = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
-    plain = served(Engine(data, **base), work)
-    answers = {(tuple(tokens[:n]), index): tokens for n, index, tokens, _ in plain}
-    oracle = Oracle(answers, how, data.config.vocab)
-    engine = Engine(data, **base, speculative=oracle, spec_tokens=6)
-    assert served(engine, work) == plain
+    vocab = checkpoint(family).config.vocab
+    oracle = Oracle(answers(plain(family)), how, vocab)
+    engine = small(family, speculative=Holding(oracle), spec_tokens=4)
+    assert served(engine, workload(vocab)) == plain(family)
     tally = engine.speculation.tally
     if how == "right":
         assert tally.accepted == tally.guesses > 0
     if how == "wrong":
         assert tally.accepted == 0 < tally.guesses
+    assert not engine.speculation.drafter.known
+
+
+# ---------------------------------------------------------------- texts: stops, grammars, ends
+
+END = 256
+MERGES = ["n a", "m e", "na me", '{ "', '" :', "a b", "b c", "ab c", 'Ġ "', 'c "', ", Ġ"]
+
+
+VOCAB = 257 + len(MERGES)
+
+
+@functools.cache
+def merging() -> model.Checkpoint:
+    """A tokenizer of bytes, and of some tokens of several bytes."""
+    whole = model.random(model.tiny(VOCAB), 0)
+    whole.tokenizer = generate.byte_tokenizer()
+    pieces = [merge.replace(" ", "") for merge in MERGES]
+    whole.tokenizer["model"]["vocab"] |= {piece: 257 + i for i, piece in enumerate(pieces)}
+    whole.tokenizer["model"]["merges"] = MERGES
+    return whole
+
+
+def text_engine(**settings) -> Engine:
+    defaults = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**20}
+    defaults |= {"max_len": 64, "max_running": 8}
+    return Engine(merging(), **defaults | settings)
+
+
+def saying(*rounds, **settings) -> Engine:
+    return text_engine(speculative=Saying(*rounds), spec_tokens=16, **settings)
+
+
+def greedy(tokens: int = 8, **settings) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True} | settings)
+
+
+def outputs(engine: Engine, work, between=lambda engine: None) -> list[generate.Output]:
+    requests = [engine.add(*each) for each in work]
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+        between(engine)
+    assert engine.manager.held == 0 and not engine.drafter_failed
+    found = [engine.output(one) for request in requests for one in request.family]
+    for output in found:
+        usage = output.usage
+        if "guesses" in usage:
+            assert usage["guesses_accepted"] <= min(usage["guesses"], usage["output_tokens"])
+    return found
+
+
+def what(output: generate.Output) -> tuple:
+    forced = output.usage.get("forced_tokens", 0), output.usage.get("masks", 0)
+    return output.text, output.token_ids, output.finish_reason, output.stop_reason, forced
+
+
+class Adversary(Oracle):
+    """Says what will come, and goes on beyond it; or what no grammar allows, or what ends it."""
+
+    name, most = "adversary", 7
+
+    def __init__(self, answers: dict, seed: int, vocab: int):
+        super().__init__(answers, "", vocab)
+        self.draw = random.Random(seed)
+
+    def _guesses(self, request, n):
+        draw, key = self.draw, (tuple(request.tokens[: request.prompt_tokens]), request.index)
+        ids = self.answers[key][len(request.tokens) - request.prompt_tokens :]
+        ids = [*ids, END, *draw.choices(range(self.vocab), k=n)][:n]
+        for _ in range(draw.choice([0, 0, 1, 1, 2])):
+            evil = [END, draw.randrange(self.vocab), *b')"}e']
+            ids[draw.randrange(n)] = draw.choice(evil)
+        return ids[: draw.randrange(n + 1)] if draw.random() < 0.3 else ids
+
+
+FORM = r'\{"name": ("abc"|1|[a-c]{1,4}), (ab|name){1,2}\}'
+BIAS = {END: 3.0, **{257 + i: 2.0 for i in range(len(MERGES))}}
+TEXTS = [
+    ("x", greedy(9)),
+    ("form", greedy(40, temperature=1, seed=6, n=2, regex=FORM, logit_bias=BIAS)),
+    ("form too", greedy(40, regex=FORM)),
+    ("éé", greedy(20, temperature=0.8, seed=9, top_p=0.8, min_p=0.02, repetition_penalty=1.4)),
+    ("say", greedy(9, temperature=1, seed=2, n=2, choice=["yes", "yesterday", "no", "name"])),
+    ("pairs", greedy(20, temperature=1, seed=3, top_k=2, grammar='root ::= "(" root ")" | "x"')),
+    ("cut", greedy(9, temperature=1, seed=4, regex=FORM)),
+    ("stops", greedy(20, regex="a(bc)*d", stop=("cb",), logit_bias={ord("b"): 9, 266: -50})),
+    ("stop", greedy(30, temperature=1, seed=3, stop=("e", "\ufffd\ufffd"), ignore_eos=False)),
+    ("ids", greedy(30, temperature=1, seed=5, stop_token_ids=[*range(40, 70)])),
+    ("again", greedy(20, frequency_penalty=1.5, presence_penalty=-0.5)),
+    ("think", greedy(30, temperature=1, seed=8, regex=r"\{(name|abc)\}", think_end="c", logit_bias={ord("c"): 3})),
+    ("json", greedy(40, temperature=1, seed=1, json_schema={"enum": ["name", {"name": [1]}]})),
+    ("until the end of it", greedy(60, temperature=0.7, seed=11)),
+]  # fmt: skip
+
+
+@functools.cache
+def texts(jump: bool) -> tuple[list, dict]:
+    engine = text_engine(jump=jump)
+    found = outputs(engine, TEXTS)
+    prompts = [engine.tokenizer.encode(p) for p, params in TEXTS for _ in range(params.n)]
+    indices = [i for _, params in TEXTS for i in range(params.n)]
+    known = {(tuple(p), i): o.token_ids for p, i, o in zip(prompts, indices, found)}
+    return [what(output) for output in found], known
+
+
+TIGHT = 10 * 8 * kv_cache.bytes_per_token(model.tiny().specs, 4)  # 9 blocks
+WAYS = {  # what else is done to an engine
+    "": {},
+    "chunks": {"budget": 5},
+    "preempted": {"budget": 9},
+    "tight": {"kv_memory": TIGHT},
+    "graphs": {"graphs": True, "budget": 40},
+    "static": {"static": True, "reserve": True, "max_running": 3},
+    "blocks": {"block_size": 16, "prefix_cache": False},
+}
+
+
+def texts_again(way: str, jump: bool, seed: int):
+    expected, known = texts(jump)
+    drafter = Adversary(known, seed, VOCAB)
+    engine = text_engine(jump=jump, speculative=drafter, spec_tokens=7, **WAYS[way])
+    tiny.poisoned(engine.cache)
+
+    def between(engine):
+        if way == "preempted" and engine.scheduler.running and engine.counts.steps % 3 == 0:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+
+    assert [what(output) for output in outputs(engine, TEXTS, between)] == expected
+    assert engine.speculation.tally.accepted > 20 or way == "chunks"
+
+
+@pytest.mark.parametrize("way, jump", [
+    ("", True), ("chunks", False), ("preempted", True), ("tight", True), ("graphs", False),
+    ("static", True),
+])  # fmt: skip
+def test_no_guess_leads_a_text_out_of_its_grammar_or_past_its_end(way, jump):
+    texts_again(way, jump, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_guess_leads_any_text_astray(way, jump, seed):
+    texts_again(way, jump, seed)
+
+
+# ---------------------------------------------------------------- rounds, by hand
+
+
+PROMPT = list(b"abcd")
+
+
+def steps_of(engine: Engine, prompt, params) -> tuple[list, generate.Output]:
+    """First position, rows and guesses of each step of one request."""
+    records: list[generate.StepRecord] = []
+    engine.watch = records.append
+    (output,) = engine.generate([prompt], params)
+    engine.watch = None
+    engine.check()
+    assert engine.manager.held == 0
+    return [(r.parts[0][1], r.parts[0][2], r.guesses[0]) for r in records], output
+
+
+def test_of_right_guesses_all_come_in_one_step_and_one_more():
+    _, plain = steps_of(text_engine(), PROMPT, greedy(9))
+    ids = plain.token_ids
+    engine = saying(ids[1:4], [ids[5], 7, ids[7]])
+    assert ids[6] != 7
+    found, output = steps_of(engine, PROMPT, greedy(9))
+    assert output.token_ids == ids
+    # The prompt; 3 guesses of 3, and a bonus; of 3 the first, and the target's own; 2 alone.
+    assert found == [(0, 4, 0), (4, 4, 3), (8, 4, 3), (10, 1, 0), (11, 1, 0)]
+    assert {key: output.usage[key] for key in ("rounds", "guesses", "guesses_accepted")} == {
+        "rounds": 5,
+        "guesses": 6,
+        "guesses_accepted": 4,
+    }
+    tally = engine.speculation.tally
+    assert (tally.drafts, tally.tokens, tally.reached, tally.stayed) == (2, 9, [2, 2, 2], [2, 1, 1])
+    counts = engine.counts
+    assert (counts.prompt_tokens, counts.rows, counts.output_tokens) == (4, 14, 9)
+
+
+def test_an_answer_is_cut_where_it_ends_within_a_round():
+    """A stop before its length: 3 tokens of 5, not 5 of 5; and no guess is made beyond."""
+    free = {"logit_bias": {ord(c): 12.0 for c in "rstuvwxyz"}, "presence_penalty": 1.0}
+    _, plain = steps_of(text_engine(), PROMPT, greedy(9, **free))
+    ids, text = plain.token_ids, plain.text
+    stop = next(i for i in range(2, 8) if ids[i] not in ids[:i])
+    cases = [
+        (greedy(stop + 3, stop_token_ids=[ids[stop]], **free), "stop", ids[stop], stop + 1),
+        (greedy(stop + 3, stop=(text[stop],), **free), "stop", text[stop], stop + 1),
+        (greedy(stop + 1, stop=(text[stop],), **free), "stop", text[stop], stop + 1),
+        (greedy(stop + 1, **free), "length", None, stop + 1),
+        (greedy(3, **free), "length", None, 3),
+    ]
+    assert len(text) == len(ids), "the answer is not of single bytes"
+    for params, finish, reason, count in cases:
+        params = SamplingParams(**{**vars(params), "logprobs": 1})
+        _, alone = steps_of(text_engine(), PROMPT, params)
+        engine = saying(ids[1:])
+        found, output = steps_of(engine, PROMPT, params)
+        assert what(output) == what(alone)
+        assert (output.finish_reason, output.stop_reason) == (finish, reason)
+        assert len(output.token_ids) == len(output.logprobs) == count
+        assert len(found) == 2 and output.usage["rounds"] == 2
+        assert output.usage["guesses_accepted"] < count
+        assert found[1][1] <= params.max_tokens - 1, "a row beyond the longest answer"
+        for own, other in zip(output.logprobs, alone.logprobs):
+            assert own.id == other.id and own.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [i for i, _ in own.top] == [i for i, _ in other.top]
+
+
+@pytest.mark.parametrize("length", [60, 61, 62, 63])
+def test_the_longest_prompt_is_answered_up_to_the_last_position(length):
+    """3 guesses at max_len - 1: there is room for none."""
+    prompt = [i % 200 for i in range(length)]
+    _, plain = steps_of(text_engine(), prompt, greedy(99))
+    ids = plain.token_ids
+    found, output = steps_of(saying(ids[1:4]), prompt, greedy(99))
+    assert what(output) == what(plain) and len(ids) == 64 - length
+    assert found[1:2] == ([(length, 64 - length - 1, 64 - length - 2)] if length < 63 else [])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen2_sliding"])
+def test_a_round_without_guesses_goes_on_after_the_rows_that_stayed(family):
+    """vLLM's state of a verification lay in a slot that a round of one row did not read."""
+    prompt = [7 * i % 90 for i in range(12)]
+    params = greedy(14)
+    _, plain = steps_of(small(family), prompt, params)
+    ids = plain.token_ids
+    wrong = (ids[4] + 1) % 90
+    for rounds in ([ids[1:3], []], [[*ids[1:4], wrong], [], []], [[(ids[1] + 1) % 90] * 4, []]):
+        engine = small(family, speculative=Saying(*rounds), spec_tokens=16)
+        found, output = steps_of(engine, prompt, params)
+        guesses = [k for start, _, k in found if start >= len(prompt)]
+        assert output.token_ids == ids and guesses[:2] == [len(rounds[0]), 0]
+
+
+def test_a_token_that_ends_thinking_may_be_guessed():
+    """Rows before it are free, those after it have masks, and the grammar begins with it."""
+    params = greedy(20, regex="[0-9]{3}x", think_end="c", logit_bias={ord("c"): 2.0})
+    _, plain = steps_of(text_engine(jump=False), PROMPT, params)
+    at = plain.token_ids.index(ord("c"))
+    assert at >= 2 and plain.finish_reason == "stop", plain.text
+    engine = saying(plain.token_ids[1:], jump=False)
+    found, output = steps_of(engine, PROMPT, params)
+    assert what(output) == what(plain) and output.usage["masks"] == 4 and len(found) == 2
+    # What the grammar does not allow is one guess too many, and what follows it is not looked at.
+    engine = saying([*plain.token_ids[1 : at + 2], ord("a"), *b"999"], jump=False)
+    found, output = steps_of(engine, PROMPT, params)
+    assert what(output) == what(plain) and found[1] == (4, at + 3, at + 2)
+
+
+def test_what_is_forced_after_a_guess_is_not_sampled():
+    """The token after `n` is drawn from a row, but where a grammar forces a text it has the
+    tokens of the tokenizer."""
+    params = greedy(20, regex="[0-9] (name|x)", logit_bias={ord("n"): 9.0, ord("a"): 9.0})
+    _, plain = steps_of(text_engine(), PROMPT, params)
+    engine = saying([*plain.token_ids[1:3], *b"ame"], [ord("n"), *b"ame"])
+    _, output = steps_of(engine, PROMPT, params)
+    assert what(output) == what(plain) and output.usage["forced_tokens"] > 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_guides_come_back_from_guesses_as_they_were(count):
+    """Masks and states before and after, also where a guess is refused in the middle."""
+    engine = text_engine(jump=False)
+    request = engine.add("ab", greedy(20, regex="(a|bc)*d"))
+    guide = request.stream.guide
+    before, states, ids = guide.mask().tolist(), guide.states, b"abcad"
+    assert guide.ahead(list(ids[:count])) == count and guide.states == states
+    assert guide.mask().tolist() == before and guide.matcher.ids == []
+    assert len(guide.masks(count)) == 1 + count
+    assert guide.ahead([*b"abx", *b"aaaa"]) == 3 and guide.masks(3)[3] is None
+    assert guide.ahead([*b"bcd", *b"aaaa"]) == 3 and guide.mask().tolist() == before
+    assert guide.refusal is None and not guide.finished
+    engine.abort(request)
+
+
+# ---------------------------------------------------------------- room, and who else has it
+
+
+@functools.cache
+def little(family: str) -> int:
+    """The least memory for requests of up to 64 tokens, four at once: they preempt each other."""
+    specs = checkpoint(family).config.specs
+    for memory in range(4096, 2**18, 512):
+        try:
+            found, running = paged.rooms(specs, memory, 8, 16, 4, 4)
+        except ValueError:
+            continue
+        if running == 4 and all(room.state or room.blocks >= 8 for room in found):
+            return memory
+    raise AssertionError("a cache of 256 KiB is too small")
+
+
+def pressed(family: str, **settings) -> tuple[list, int]:
+    vocab = checkpoint(family).config.vocab
+    draw = random.Random(3)
+    work = [
+        ([draw.randrange(3, vocab) for _ in range(20)], greedy(40, temperature=i % 2, seed=i))
+        for i in range(4)
+    ]
+    memory = little(family)
+    engine = small(family, max_len=64, max_running=4, kv_memory=memory, budget=16, **settings)
+    return served(engine, work), engine.counts.preemptions
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_guesses_preempt_nobody(family):
+    """They take what is left when all others have their blocks, and give back what was wrong."""
+    found, preemptions = pressed(family)
+    for how in ("wrong", "right"):
+        oracle = Oracle(answers(found), how, checkpoint(family).config.vocab)
+        again, more = pressed(family, speculative=oracle, spec_tokens=6)
+        assert again == found
+        assert more <= preemptions
+    assert preemptions, "the cache is large enough for all of them"
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_next_turn_finds_what_stayed_and_nothing_else(family):
+    """No block of the index has a guess in it; the prompt of the next turn is found, and the
+    answer is that of an engine that has never guessed."""
+    vocab = checkpoint(family).config.vocab
+    draw = random.Random(5)
+    plain = small(family, max_len=128)
+    turn = [draw.randrange(3, vocab) for _ in range(20)]
+    oracle = Oracle({}, "random", vocab)
+    engine = small(family, max_len=128, speculative=Holding(oracle), spec_tokens=4)
+    committed, reused = set(), 0
+    for i in range(3):
+        params = SamplingParams(max_tokens=19, temperature=0.8, seed=i, ignore_eos=True)
+        expected = served(plain, [(turn, params)])
+        oracle.answers = answers(expected)
+        request = engine.add(turn, params)
+        while engine.scheduler.busy:
+            engine.step()
+            engine.check()
+        assert request.tokens == expected[0][2] and not engine.drafter_failed
+        reused += request.reused
+        committed |= {tuple(request.tokens[:n]) for n in range(len(request.tokens) + 1)}
+        for pool in engine.manager.pools:
+            for entry in pool.index.entries.values():
+                ids = []
+                while entry is not None:
+                    ids, entry = [*entry.ids, *ids], entry.parent
+                assert tuple(ids) in committed, "a guess was entered"
+        turn = request.tokens + [draw.randrange(3, vocab) for _ in range(5)]
+    assert reused >= 40 and engine.speculation.tally.accepted > 5
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("said, why", [
+    ([3, VOCAB], rf"guess {VOCAB} is not an id"),
+    ([3, -1], "guess -1 is not an id"),
+    ([3.0], "guess 3.0 is not an id"),
+    ([None], "guess None is not an id"),
+    (Draft([3, 4], torch.full((2, 9), 1 / 9)), r"beliefs \(2, 9\)"),
+    (ZeroDivisionError("of mine\nin line 3"), "of mine"),
+    (RuntimeError(), "RuntimeError"),
+])  # fmt: skip
+def test_a_drafter_that_fails_is_said_once_and_asked_no_more(said, why):
+    lines: list[str] = []
+    work = [(PROMPT, greedy(9)), ("x", greedy(12, temperature=1, seed=4))]
+    expected = [what(o) for o in outputs(text_engine(), work)]
+    engine = saying([1, 2], said, said, say=lines.append)
+    lines.clear()
+    requests = [engine.add(*each) for each in work]
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+    assert [what(engine.output(r)) for r in requests] == expected and engine.manager.held == 0
+    (line,) = lines
+    assert line.startswith("guesses  saying failed, there are none any more: ")
+    assert re.search(why, line) and "\n" not in line
+    assert engine.generate(PROMPT, greedy(9))[0].text == expected[0][0] and len(lines) == 1
+    assert not engine.speculation.drafts
+
+
+@pytest.mark.parametrize("where", ["learn", "keep", "most_for"])
+def test_wherever_a_drafter_fails_the_others_go_on(where):
+    class Failing(Holding):
+        pass
+
+    def fail(self, *given):
+        raise MemoryError("nothing is left")
+
+    setattr(Failing, where, fail)
+    lines: list[str] = []
+    engine = text_engine(speculative=Failing(), say=lines.append)
+    expected = [what(o) for o in text_engine().generate([PROMPT, "ef"], greedy(5))]
+    assert [what(o) for o in engine.generate([PROMPT, "ef"], greedy(5))] == expected
+    assert engine.drafter_failed and engine.manager.held == 0
+    assert [line for line in lines if "nothing is left" in line] == lines[-1:]
+
+
+def test_more_guesses_than_asked_for_and_fewer_drafts_are_harmless():
+    class Careless(Drafter):
+        most = 3
+
+        def propose(self, requests, counts, rows):
+            return [Draft([5] * 40) for _ in requests[1:]]
+
+    work = [(word, greedy(6)) for word in (PROMPT, "ef", "ghi")]
+    expected = [what(o) for o in outputs(text_engine(), work)]
+    engine = text_engine(speculative=Careless(), spec_tokens=3)
+    assert [what(o) for o in outputs(engine, work)] == expected
+    assert max(len(engine.speculation.tally.reached), 3) == 3
+
+
+def failing_once(engine: Engine, wanted) -> list:
+    """The first step that is `wanted` fails. The plans that were tried, as (rows, guesses)."""
+    compute, tried = engine._compute, []
+
+    def fail(plan):
+        tried.append([(n, len(request.draft)) for request, n in plan])
+        if wanted(plan) and not any("failed" in entry for entry in tried):
+            tried.append("failed")
+            raise torch.OutOfMemoryError("too many rows")
+        return compute(plan)
+
+    engine._compute = fail
+    return tried
+
+
+def test_a_step_that_fails_is_tried_again_without_guesses():
+    work = [(PROMPT, greedy(9)), ("xy", greedy(9))]
+    plain = outputs(text_engine(), work)
+    engine = saying(plain[0].token_ids[1:4])
+    tried = failing_once(engine, lambda plan: any(request.draft for request, _ in plan))
+    assert [what(o) for o in outputs(engine, work)] == [what(o) for o in plain]
+    at = tried.index("failed")
+    assert tried[at - 1 : at + 2] == [[(4, 3), (4, 3)], "failed", [(1, 0), (1, 0)]]
+
+
+INTERRUPTED = [
+    "_propose", "_worth", "_sound", "speculation.propose", "speculation.drafter.propose",
+    "speculation.drafter.learn", "speculation.drafter.keep", "_cut", "_keep", "_learn", "_rows",
+    "speculation.verify", "speculation.count", "speculation.keep", "cache.commit",
+    "scheduler._with_draft", "manager.commit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_ctrl_c_among_guesses_leaves_nothing_torn(where):
+    interrupt(interruptible(budget=4), where, after=True)
+
+
+@pytest.mark.parametrize("where", INTERRUPTED[:8])
+def test_ctrl_c_tears_nothing_of_those_whom_the_budget_left_out(where):
+    """They have guesses, and go on."""
+    interrupt(interruptible(budget=2), where, after=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [3, 4, 5, 9])
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_ctrl_c_before_anything_is_done_leaves_nothing_torn(where, budget):
+    interrupt(interruptible(budget), where, after=False)
+
+
+def interrupt(engine: Engine, where: str, after: bool):
+    """Ctrl-C before or after a call, once some guesses were right."""
+    *path, name = where.split(".")
+    owner = functools.reduce(getattr, path, engine)
+    whole = getattr(owner, name)
+
+    def interrupted(*given):
+        if engine.counts.steps < 7:
+            return whole(*given)
+        setattr(owner, name, whole)
+        if after:
+            whole(*given)
+        raise KeyboardInterrupt
+
+    setattr(owner, name, interrupted)
+    requests = [engine.add(*each) for each in THREE]
+    with pytest.raises(KeyboardInterrupt):
+        while engine.scheduler.busy:
+            engine.step()
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+    expected = uninterrupted()
+    for request, output in zip(requests, expected):
+        found = engine.output(request)
+        assert found.token_ids == output.token_ids[: len(found.token_ids)]
+        assert found.finish_reason in (output.finish_reason, "error")
+    assert engine.manager.held == 0 and not engine.drafter_failed
+    assert not engine.speculation.drafter.known and not engine.speculation.drafts
+    assert [what(o) for o in outputs(engine, THREE)] == [what(o) for o in expected]
+
+
+THREE = [
+    (PROMPT, greedy(9)),
+    (list(b"e"), greedy(9)),
+    (list(b"fgh"), greedy(9, regex="[a-f]*", logit_bias={ord("a"): 3.0})),
+]
+
+
+@functools.cache
+def uninterrupted() -> list:
+    return outputs(text_engine(), THREE)
+
+
+def interruptible(budget: int) -> Engine:
+    """Guesses that are often right."""
+    known = {}
+    for (prompt, _), output in zip(THREE, uninterrupted()):
+        known[tuple(prompt), 0] = prompt + output.token_ids
+    inner = Oracle(known, "random", VOCAB)
+    return text_engine(budget=budget, speculative=Holding(inner), spec_tokens=3)
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_an_aborted_request_is_forgotten_at_once(between):
+    """A slot of a drafter that it held until the next step was missing there."""
+    engine = text_engine(speculative=Holding(), spec_tokens=2)
+    requests = [engine.add(word, greedy(20)) for word in ("ab", "cd")]
+    for _ in range(3):
+        engine.step()
+    known = engine.speculation.drafter.known
+    assert len(known) == 2
+    if between:
+        engine.abort(requests[0])
+    else:
+        engine.watch = lambda record: engine.abort(requests[0])
+        engine.step()
+        engine.watch = None
+    assert list(engine.speculation.drafter.known) == requests[1:]
+    engine.abort(requests[1])
+    assert not engine.speculation.drafter.known and engine.manager.held == 0
+
+
+# ---------------------------------------------------------------- times and costs
+
+
+def test_tokens_of_one_step_have_one_stamp():
+    stamps = {"received": 0.0, "first token": 1.0, "detokenised": 1.0, "released": 4.0}
+    request = SimpleNamespace(stamps=stamps, token_stamps=[1.0, 3.0, 3.0, 3.0])
+    found = generate.timings(request)
+    assert found["tpot_mean_s"] == pytest.approx(2 / 3) and found["tpot_p50_s"] == 0
+    assert found["decode_tokens_per_s"] == pytest.approx(1.5) and found["decode_s"] == 2
+    request.token_stamps = [1.0, 1.0]
+    assert generate.timings(request)["decode_s"] == 0
+
+
+@pytest.mark.parametrize("family, settings", [
+    ("qwen3", {"budget": 1}),
+    ("qwen3", {"max_len": 2}),
+    ("qwen3_5_text", {"max_running": 1}),
+    ("qwen3_5_text", {"budget": 20, "max_len": 9}),
+    ("gemma3", {"kv_memory": 18432, "budget": 64}),  # fewer blocks than the prompt would take
+    ("deepseek_v32", {"kv_memory": 60000, "budget": 16, "max_len": 64, "max_running": 4}),
+])  # fmt: skip
+def test_measuring_what_steps_cost_leaves_nothing_behind(family, settings):
+    engine = small(family, speculative="ngram", **settings)
+    manager, costs = engine.manager, engine.speculation.costs
+    assert costs.rows[0] == 1 and 0 < costs.step_s(1) <= costs.step_s(9) < 60
+    assert manager.held == manager.cached == 0 and not manager.progress
+    assert not engine.speculation.drafts and not engine.speculation.tally.rounds
+    engine.check()
+    expected = served(small(family, **settings), [([5], greedy(4))])
+    assert served(engine, [([5], greedy(4))]) == expected

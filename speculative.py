@@ -439,9 +439,9 @@ class Eagle(Chained):
     z is the g of the row after it, without another fc. The head has Vd of the target's V ids, the
     common ones: the others are never guessed.
 
-    The layers are those of `eagle_aux_hidden_state_layer_ids`, of which there are two kinds. An id
-    names the layer that x enters, so that 2 is after layer 1 (counted from 0); but in a list that
-    begins with 1 it names the layer that x leaves.
+    `eagle_aux_hidden_state_layer_ids` names the layers, in one of two ways. An id is the layer
+    that x enters, so that 2 is after layer 1 (counted from 0); but in a list that begins with 1,
+    as NVIDIA's do, it is the layer that x leaves.
     """
 
     name = "eagle"

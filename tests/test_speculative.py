@@ -1,13 +1,11 @@
 """speculative.py without an engine: each drafter against a slower one."""
 
-import json
 from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
 
 import kv_cache
 import model
@@ -16,7 +14,7 @@ from sample import DRAFT, Row, SamplingParams
 
 # ---------------------------------------------------------------- EAGLE-3
 
-WIDE, VOCAB = 32, 96  # of the target
+WIDE, VOCAB = 32, 96  # of the target, as `tiny.eagle` has them
 
 
 @cache
@@ -33,59 +31,11 @@ def deep(layers: int = 7) -> model.Model:
     return target
 
 
-def head(own: bool = False, seed: int = 0, **changes) -> tuple[dict, dict]:
-    """A random EAGLE-3 head: config.json as published, and tensors by the published names. What a
-    field is changed to None is absent."""
-    fields = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": WIDE,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48, "vocab_size": VOCAB, "draft_vocab_size": 40,
-        "max_position_embeddings": 128, "rms_norm_eps": 1e-3, "rope_theta": 300.0,
-        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    } | changes  # fmt: skip
-    fields = {name: value for name, value in fields.items() if value is not None}
-    D, H, G = (fields[x] for x in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    F, d = fields["intermediate_size"], fields.get("head_dim", D // H)
-    V, ids = fields["vocab_size"], fields.get("draft_vocab_size", fields["vocab_size"])
-    parts = len(fields.get("eagle_aux_hidden_state_layer_ids", "123"))
-    shapes = {"fc": (D, parts * WIDE), "lm_head": (ids, D)}
-    attention = {"q": (H * d, 2 * D), "k": (G * d, 2 * D), "v": (G * d, 2 * D), "o": (D, H * d)}
-    shapes |= {f"midlayer.self_attn.{x}_proj": shape for x, shape in attention.items()}
-    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)}
-    shapes |= {f"midlayer.mlp.{x}_proj": shape for x, shape in mlp.items()}
-    norms = {f"midlayer.{x}": D for x in ("input_layernorm", "hidden_norm")}
-    norms |= {"midlayer.post_attention_layernorm": D, "norm": D}
-    if fields.get("norm_before_fc"):
-        norms["input_norm"] = parts * WIDE
-    if fields.get("fc_norm"):
-        norms |= {f"fc_norm.{i}": WIDE for i in range(parts)}
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {f"{x}.weight": 0.3 * torch.randn(s, generator=draw) for x, s in shapes.items()}
-    for name, width in norms.items():
-        tensors[f"{name}.weight"] = 1 + 0.3 * torch.randn(width, generator=draw)
-    biased = attention if fields.get("attention_bias") else {}
-    biased = {f"self_attn.{x}_proj": shape for x, shape in biased.items()}
-    biased |= {f"mlp.{x}_proj": s for x, s in mlp.items() if fields.get("mlp_bias")}
-    for name, shape in biased.items():
-        tensors[f"midlayer.{name}.bias"] = 0.3 * torch.randn(shape[0], generator=draw)
-    if own:
-        tensors["embed_tokens.weight"] = torch.randn((V, D), generator=draw)
-    if ids < V:
-        known = torch.randperm(V, generator=draw)[:ids].sort().values
-        tensors["d2t"] = known - torch.arange(ids)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, known, True)
-    return fields, tensors
-
-
-def written(folder, fields: dict, tensors: dict) -> str:
-    (folder / "config.json").write_text(json.dumps(fields))
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
-
-
 def eagle(folder, fields: dict, tensors: dict, target=None, slots: int = 4) -> speculative.Eagle:
     """The head in a folder, with every row it scores in `scored`."""
-    found = speculative.drafter(f"eagle:{written(folder, fields, tensors)}", target or deep(), None)
+    found = speculative.drafter(
+        f"eagle:{tiny.written(folder, fields, tensors)}", target or deep(), None
+    )
     found.open(slots, 64)
     tiny.garbage(found.cache)
     score, found.scored = found.score, []
@@ -250,7 +200,7 @@ ENTERED = {"two_layers": [3, 7], "layers_left": [2, 3, 6]}  # the others: 2, 7 /
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eagle_is_a_slow_one_of_the_streams_that_enter_its_layers(tmp_path, variant):
-    fields, tensors = head(**VARIANTS[variant])
+    fields, tensors = tiny.eagle(**VARIANTS[variant])
     drafter, tokens = eagle(tmp_path, fields, tensors), words(12)
     # the reference reads a pass of its own: a wrong layer, or a wrong row of it, would show
     parts = [streams(deep(), tokens[:-1])[i] for i in ENTERED.get(variant, [2, 3, 4])]
@@ -276,7 +226,7 @@ def test_eagle_is_a_slow_one_of_the_streams_that_enter_its_layers(tmp_path, vari
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_eagle_of_another_layer_would_show(tmp_path, wrong, by):
-    fields, tensors = head()
+    fields, tensors = tiny.eagle()
     drafter, tokens = eagle(tmp_path, fields, tensors), words(12)
     request, entered = Text(tokens), [2, 3, 4]
     learnt(drafter, request, 0, 11)
@@ -293,7 +243,7 @@ def test_eagle_of_another_layer_would_show(tmp_path, wrong, by):
 def test_eagle_by_its_other_names(tmp_path, style):
     own = style == "speculators"
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 5, 6]} if style == "nested_ids" else {}
-    fields, tensors = head(own=own, norm_before_residual=own or None, **ids)
+    fields, tensors = tiny.eagle(own=own, norm_before_residual=own or None, **ids)
     (tmp_path / "plain").mkdir()
     wanted = eagle(tmp_path / "plain", fields, tensors)
     if style == "nested_ids":
@@ -322,7 +272,7 @@ def test_eagle_by_its_other_names(tmp_path, style):
 
 
 def test_eagle_whose_layer_norms_its_heads(tmp_path):
-    fields, tensors = head(model_type="qwen3", head_dim=8)
+    fields, tensors = tiny.eagle(model_type="qwen3", head_dim=8)
     for name in "qk":
         tensors[f"midlayer.self_attn.{name}_norm.weight"] = torch.linspace(0.5, 1.5, 8)
     drafter, tokens = eagle(tmp_path, fields, tensors), words(8)
@@ -336,7 +286,7 @@ def test_eagle_whose_layer_norms_its_heads(tmp_path):
 
 
 def test_eagle_in_a_batch_is_eagle_alone(tmp_path):
-    fields, tensors = head(norm_output=True)
+    fields, tensors = tiny.eagle(norm_output=True)
     texts = [Text(words(n, seed=n)) for n in (3, 11, 6)]
     together = eagle(tmp_path, fields, tensors)
     for text in texts:
@@ -355,7 +305,7 @@ def test_eagle_in_a_batch_is_eagle_alone(tmp_path):
 
 @pytest.mark.parametrize("ends", [(1, 2, 3, 13), (5, 9, 13), (12, 13)])
 def test_eagle_learns_in_pieces_what_it_learns_at_once(tmp_path, ends):
-    fields, tensors = head()
+    fields, tensors = tiny.eagle()
     request = Text(words(14))
     whole, pieces = (eagle(tmp_path, fields, tensors) for _ in range(2))
     pieces.CHUNK = 1  # each piece goes into the cache by itself
@@ -373,7 +323,7 @@ def test_eagle_learns_in_pieces_what_it_learns_at_once(tmp_path, ends):
 
 @pytest.mark.parametrize("came", [0, 1, 2, 3])
 def test_eagle_after_guesses_were_refused_is_as_if_there_had_been_none(tmp_path, came):
-    fields, tensors = head()
+    fields, tensors = tiny.eagle()
     request = Text(words(9))
     drafter, fresh = (eagle(tmp_path, fields, tensors) for _ in range(2))
     learnt(drafter, request, 0, 8)
@@ -389,7 +339,7 @@ def test_eagle_after_guesses_were_refused_is_as_if_there_had_been_none(tmp_path,
 
 @pytest.mark.parametrize("base", [1, 6])
 def test_eagle_that_knows_nothing_of_the_beginning(tmp_path, base):
-    fields, tensors = head()
+    fields, tensors = tiny.eagle()
     drafter, tokens = eagle(tmp_path, fields, tensors), words(12)
     request = Text(tokens)
     learnt(drafter, request, base, 11)
@@ -402,7 +352,7 @@ def test_eagle_that_knows_nothing_of_the_beginning(tmp_path, base):
 
 
 def test_eagle_guesses_ids_of_the_target_and_believes_in_no_other(tmp_path):
-    fields, tensors = head(draft_vocab_size=5)
+    fields, tensors = tiny.eagle(draft_vocab_size=5)
     drafter, request = eagle(tmp_path, fields, tensors), Text(words(9))
     known = tensors["t2d"].nonzero()[:, 0]
     assert drafter.ids.tolist() == known.tolist() and tensors["d2t"].max() > 0
@@ -494,7 +444,7 @@ DOOR = {
         "rope scaling 'longrope' is not one of",
     ),
     "embedding": (
-        lambda f, t: head(hidden_size=24), "no embed_tokens, and the target's is 32 wide, not 24",
+        lambda f, t: tiny.eagle(hidden_size=24), "no embed_tokens, and the target's is 32 wide, not 24",
     ),
     "ids": (
         lambda f, t: (f | {"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}, t),
@@ -541,43 +491,43 @@ DOOR = {
 @pytest.mark.parametrize("what", DOOR)
 def test_eagle_refuses_by_name(tmp_path, what):
     change, said = DOOR[what]
-    path = written(tmp_path, *change(*head()))
+    path = tiny.written(tmp_path, *change(*tiny.eagle()))
     with pytest.raises(ValueError, match=f"(?s){path}.*{said}"):
         speculative.drafter(f"eagle:{path}", deep(), None)
 
 
 def test_eagle_of_an_older_kind_or_of_no_kind_is_refused_by_name(tmp_path):
-    fields, tensors = head(architectures=["LlamaForCausalLM"], draft_vocab_size=None)
+    fields, tensors = tiny.eagle(architectures=["LlamaForCausalLM"], draft_vocab_size=None)
     first = {n.replace("midlayer.", "layers.0."): x for n, x in tensors.items()}
     del first["layers.0.hidden_norm.weight"], first["layers.0.input_layernorm.weight"]
     first["fc.weight"] = torch.zeros(WIDE, 2 * WIDE)
-    path = written(tmp_path, fields, first)
+    path = tiny.written(tmp_path, fields, first)
     with pytest.raises(ValueError, match="an EAGLE-1 or EAGLE-2 head, of the last layer alone"):
         speculative.drafter(f"eagle:{path}", deep(), None)
-    path = written(tmp_path, fields | {"architectures": ["EagleLlamaForCausalLM"]}, {})
+    path = tiny.written(tmp_path, fields | {"architectures": ["EagleLlamaForCausalLM"]}, {})
     with pytest.raises(ValueError, match="an EAGLE-1 or EAGLE-2 head"):
         speculative.drafter(f"eagle:{path}", deep(), None)
     flash = {"fc.weight": first["fc.weight"], "hidden_norm.weight": torch.ones(WIDE)}
-    path = written(tmp_path, fields | {"architectures": ["DFlashDraftModel"]}, flash)
+    path = tiny.written(tmp_path, fields | {"architectures": ["DFlashDraftModel"]}, flash)
     with pytest.raises(ValueError, match=r"architectures \['DFlashDraftModel'\]: not an EAGLE-3"):
         speculative.drafter(f"eagle:{path}", deep(), None)
     # by its tensors alone, as the first of these were published
-    path = written(tmp_path, fields, tensors)
+    path = tiny.written(tmp_path, fields, tensors)
     assert isinstance(speculative.drafter(f"eagle:{path}", deep(), None), speculative.Eagle)
 
 
 def test_eagle_of_a_target_with_too_few_layers_must_say_which(tmp_path):
-    path = written(tmp_path, *head())
+    path = tiny.written(tmp_path, *tiny.eagle())
     with pytest.raises(ValueError, match=r"so \[2, 2, 1\]: not ascending, of the target's 4 lay"):
         speculative.drafter(f"eagle:{path}", deep(4), None)
-    path = written(tmp_path, *head(eagle_aux_hidden_state_layer_ids=[2, 3, 4]))
+    path = tiny.written(tmp_path, *tiny.eagle(eagle_aux_hidden_state_layer_ids=[2, 3, 4]))
     assert speculative.drafter(f"eagle:{path}", deep(4), None).taps == (1, 2, 3)
 
 
 def test_eagle_that_is_not_there_or_not_whole(tmp_path):
     with pytest.raises(ValueError, match="no config.json, so not a model folder"):
         speculative.drafter(f"eagle:{tmp_path}", deep(), None)
-    path = written(tmp_path, *head())
+    path = tiny.written(tmp_path, *tiny.eagle())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-7])
     with pytest.raises(ValueError, match="truncated or not safetensors"):
@@ -588,6 +538,6 @@ def test_eagle_that_is_not_there_or_not_whole(tmp_path):
 
 def test_eagle_in_16_bits(tmp_path):
     """A head is run in the target's numbers, whatever its own are."""
-    path = written(tmp_path, *half(*head()))
+    path = tiny.written(tmp_path, *half(*tiny.eagle()))
     drafter = speculative.drafter(f"eagle:{path}", deep(), None)
     assert drafter.fc.data.dtype == drafter.mlp_norm.dtype == torch.float32

@@ -87,14 +87,14 @@ def test_guesses_change_nothing_that_comes_out(family, how):
 
 # ---------------------------------------------------------------- EAGLE-3
 
-BASE = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
-EAGLES = {  # family -> the layers that a head enters: those the first three are too few
+POOL = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+EAGLES = {  # family -> the layers that a head enters; they have too few for those by default
     "qwen3": [2, 3], "qwen2_sliding": [2, 3], "qwen3_5_text": [2, 3, 4], "gemma3": [2, 3, 4],
     "deepseek_v3": [2, 3],
 }  # fmt: skip
 
 
-def eagle(folder, family: str, **changes) -> str:
+def eagle_head(folder, family: str, **changes) -> str:
     layers = {"eagle_aux_hidden_state_layer_ids": EAGLES[family]}
     return f"eagle:{tiny.written(folder, *tiny.eagle(**layers, **changes))}"
 
@@ -128,16 +128,13 @@ def disturbed(engine: Engine, work) -> list:
     return found, [(r.prompt_tokens, r.index, r.tokens, r.finish_reason) for r in requests]
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("family", "rule"),
     [
         *((family, "sample") for family in list(EAGLES)[:3]),
         ("qwen3_5_text", "reject"),
-        *(pytest.param(family, "sample", marks=SLOW) for family in list(EAGLES)[3:]),
-        *(pytest.param(f, "reject", marks=SLOW) for f in EAGLES if f != "qwen3_5_text"),
+        *(pytest.param(family, "sample", marks=pytest.mark.slow) for family in list(EAGLES)[3:]),
+        *(pytest.param(f, "reject", marks=pytest.mark.slow) for f in EAGLES if f != "qwen3_5_text"),
     ],
 )
 def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
@@ -145,8 +142,10 @@ def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
     work = few_ids(data.config.vocab)
     if rule == "reject":  # the same law; what is greedy is the same
         work = work[::2]
-    plain = served(Engine(data, **BASE), work)
-    engine = Engine(data, **BASE, speculative=eagle(tmp_path, family), spec_tokens=3, verify=rule)
+    plain = served(Engine(data, **POOL), work)
+    engine = Engine(
+        data, **POOL, speculative=eagle_head(tmp_path, family), spec_tokens=3, verify=rule
+    )
     assert served(engine, work) == plain
     tally = engine.speculation.tally
     assert 0 < tally.guesses > tally.accepted >= (rule == "sample")
@@ -157,7 +156,7 @@ def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
     [
         ("qwen3_5_text", 5),
         *(
-            pytest.param(f, n, marks=SLOW)
+            pytest.param(f, n, marks=pytest.mark.slow)
             for f in EAGLES
             for n in (5, 64)
             if (f, n) != ("qwen3_5_text", 5)
@@ -167,9 +166,9 @@ def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
 def test_an_eagle_head_in_chunks_preempted_and_after_prefix_hits(tmp_path, family, budget):
     data = checkpoint(family)
     work = few_ids(data.config.vocab)
-    plain = served(Engine(data, **BASE), work)
-    path = eagle(tmp_path, family, norm_output=True)
-    engine = Engine(data, **BASE, speculative=path, spec_tokens=3, budget=budget)
+    plain = served(Engine(data, **POOL), work)
+    path = eagle_head(tmp_path, family, norm_output=True)
+    engine = Engine(data, **POOL, speculative=path, spec_tokens=3, budget=budget)
     first, again = disturbed(engine, work)
     assert first == again == plain
     assert engine.counts.reused_tokens > 0 < engine.speculation.tally.accepted
@@ -220,7 +219,7 @@ def knowing(folder, reads: str) -> str:
     return tiny.written(folder, fields, tensors)
 
 
-class Late(Eagle):
+class LateEagle(Eagle):
     """Reads the token before the one it should, or the feature."""
 
     what = "token"
@@ -251,16 +250,16 @@ def test_an_eagle_head_that_knows_is_right_and_one_off_by_a_row_is_not(tmp_path,
         )
         for n, t in ((1, 0.0), (9, 0.0), (20, 0.5))
     ]
-    plain = served(Engine(data, **BASE), work)
+    plain = served(Engine(data, **POOL), work)
     path = knowing(tmp_path, reads)
-    engine = Engine(data, **BASE, speculative=f"eagle:{path}", spec_tokens=4)
+    engine = Engine(data, **POOL, speculative=f"eagle:{path}", spec_tokens=4)
     assert served(engine, work) == plain
     tally = engine.speculation.tally
     assert tally.accepted > 0.9 * tally.guesses > 30 and tally.a_round > 4
     for what in ("token", "feature"):
-        late = Late(path, engine.model)
+        late = LateEagle(path, engine.model)
         late.what = what
-        other = Engine(data, **BASE, speculative=late, spec_tokens=4)
+        other = Engine(data, **POOL, speculative=late, spec_tokens=4)
         assert served(other, work) == plain
         tally = other.speculation.tally
         if what == reads:  # off by one it is wrong; what it does not read does not matter

@@ -42,8 +42,9 @@ from torch import Tensor
 
 import kernels
 import kv_cache
-from kv_cache import LayerSpec, Segment, Step, flag, positive
-from model import MLP, Attention, Checkpoint, Config, Model, Take, find, inverse_frequencies, read
+import model as models
+from kv_cache import LayerSpec, Segment, Step
+from model import Checkpoint, Config, Model
 from sample import (
     ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
 )  # fmt: skip
@@ -451,7 +452,7 @@ class Eagle(Chained):
 
         ValueError: it is no EAGLE-3 head, or one of another target.
         """
-        fields, tensors = read(find(path)[0])
+        fields, tensors = models.read(models.find(path)[0])
         try:
             self._load(*eagle_layer(fields, tensors), target)
         except ValueError as error:
@@ -465,13 +466,13 @@ class Eagle(Chained):
         D, wide, V = config.width, target.config.width, config.vocab
         if V != target.config.vocab:
             raise ValueError(f"vocab_size {V}, but the target has {target.config.vocab} ids")
-        if positive(fields, "target_hidden_size", wide) != wide:
+        if kv_cache.positive(fields, "target_hidden_size", wide) != wide:
             raise ValueError(f"target_hidden_size {fields['target_hidden_size']}, not {wide}")
         self.taps = eagle_taps(fields, len(target.layers))
         self.eps, parts = config.eps, len(self.taps)
-        take = Take(tensors, self.device, self.dtype)
+        take = models.Take(tensors, self.device, self.dtype)
         # the two ways of norming what the fc reads: each part by itself, or all together
-        apart, whole = flag(fields, "fc_norm"), flag(fields, "norm_before_fc")
+        apart, whole = kv_cache.flag(fields, "fc_norm"), kv_cache.flag(fields, "norm_before_fc")
         if apart and whole:
             raise ValueError("fc_norm and norm_before_fc: only one of them can hold")
         names = [f"fc_norm.{i}.weight" for i in range(parts)]
@@ -493,18 +494,18 @@ class Eagle(Chained):
         self.token_norm, self.hidden_norm, self.mlp_norm = (
             take.norm(layer + name, D, config) for name in norms
         )
-        self.attention = Attention(take, 0, config, 2 * D)
-        self.mlp = MLP(take, layer + "mlp.", config)
+        self.attention = models.Attention(take, 0, config, 2 * D)
+        self.mlp = models.MLP(take, layer + "mlp.", config)
         self.norm = take.norm("norm", D, config)
-        self.ids = self._vocabulary(take, positive(fields, "draft_vocab_size", V), V)
+        self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
         self.head, _ = take.linear(["lm_head"], (len(self.ids),), D, False)
         take.finish()
-        self.normed_residual = flag(fields, "norm_before_residual")
-        self.normed_output = flag(fields, "norm_output")
-        frequencies, self.factor = inverse_frequencies(config.ropes[0], config.rotary)
+        self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
+        self.normed_output = kv_cache.flag(fields, "norm_output")
+        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
         self.frequencies = frequencies.to(self.device)
 
-    def _vocabulary(self, take: Take, count: int, vocab: int) -> Tensor:
+    def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
         """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
         which of the target's there are."""
         ids = torch.arange(count, device=self.device)
@@ -581,9 +582,9 @@ def _refuse_eagle(config: dict, fields: dict, tensors: dict[str, Tensor]):
             f"model_type {fields.get('model_type')!r} of its layer is not one of"
             f" {', '.join(EAGLE_LAYERS)}"
         )
-    if positive(fields, "num_hidden_layers", 1) != 1:
+    if kv_cache.positive(fields, "num_hidden_layers", 1) != 1:
         raise ValueError(f"num_hidden_layers {fields['num_hidden_layers']}: EAGLE-3 has one")
-    if not flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
+    if not kv_cache.flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state false: it reads the last layer alone")
 
 

@@ -4544,8 +4544,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        "        frequencies, self.factor = inverse_frequencies(config.ropes[0], config.rotary)",
-        "        frequencies, self.factor = inverse_frequencies(target.config.ropes[0], config.rotary)",
+        "        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)",
+        "        frequencies, self.factor = models.inverse_frequencies(target.config.ropes[0], config.rotary)",
         "EAGLE turns by the target's rope",
         "tests/test_speculative.py -k test_eagle_is_a_slow_one_of_the_streams_that_enter_its_layers[plain]",
     ),

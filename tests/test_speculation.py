@@ -112,7 +112,7 @@ def few_ids(vocab: int, count: int = 4) -> list:
     return work
 
 
-def disturbed(engine: Engine, work) -> list:
+def disturbed(engine: Engine, work) -> tuple[list, list]:
     """`served` one after the other, then all again at once, all preempted after every fourth
     step."""
     found = [one for each in work for one in served(engine, [each])]

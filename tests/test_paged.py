@@ -592,15 +592,63 @@ def test_chunks_of_a_prompt_end_with_a_block_where_there_are_states(length, size
     assert chunks(manager, ids(0, length))[1] == sizes
 
 
-def test_a_draft_over_states_is_refused():
-    """Its rejected rows would silently stay in the state."""
-    for caching in (True, False):
-        manager = BlockManager([40, Room(9, state=True)], S, prefix_cache=caching)
+def test_a_draft_over_states_needs_no_more_of_them():
+    """Its rows are computed from the state before it, and those that stay once more."""
+    manager = BlockManager([40, Room(9, state=True)], S)
+    _, _, request = chunks(manager, ids(0, 10), output=1)
+    request.tokens.append(5)
+    request.draft = [7] * 9  # to position 20, over two ends of blocks
+    assert manager.limit(request, 10) == 10
+    assert manager.grow(request, 10)
+    (read,) = request.tables[1][:-1]
+    assert len(request.tables[0]) == 3 and len(request.tables[1]) == 2
+    write = request.tables[1][1]
+    request.computed, request.draft = request.computed + 3, []
+    request.tokens += [7, 7, 8]
+    manager.commit(request)
+    assert request.tables[1] == [write] and read != write
+    assert len(request.tables[0]) == 2  # position 14 needs no more
+    manager.check([request])
+
+
+def test_a_state_is_found_again_only_where_a_round_ended_with_a_block():
+    """Of 11 tokens on 5 rows stay, then 2: the state after 16 can be found. Of one round 7: there
+    is none after 16."""
+    for rounds, expected in (([5, 2], 16), ([7], 8)):
+        manager = BlockManager([40, Room(9, state=True)], S)
         _, _, request = chunks(manager, ids(0, 10), output=1)
-        request.tokens.append(5)
-        request.draft = [7]
-        with pytest.raises(AssertionError, match="what a draft did to a state"):
-            manager.limit(request, 2)
+        for n in rounds:
+            assert manager.grow(request, n)
+            request.tokens += ids(100, n)
+            request.computed += n
+            manager.commit(request)
+        tokens = list(request.tokens)
+        manager.release(request)
+        assert found(manager, tokens) == expected
+
+
+def test_what_guesses_took_is_given_back_whatever_keeps_it():
+    """Also of a window; but not what a prompt or a reservation took ahead of itself."""
+    manager = BlockManager([20, Room(12, window=8)], S)
+    request = arrive(manager, ids(0, 8))
+    request.tokens.append(5)
+    request.draft = [7] * 16
+    held = manager.held
+    assert manager.grow(request, 17)
+    assert manager.held == held + 6
+    request.computed, request.draft = 9, []
+    request.tokens.append(6)
+    manager.commit(request)
+    assert [len(table) for table in request.tables] == [2, 2]
+    manager.check([request])
+    for reserve in (True, False):
+        manager = BlockManager([20], S, reserve=reserve)
+        request = Request(0, ids(0, 30), most=60)
+        assert manager.grow(request, 8, 30)
+        taken = len(request.tables[0])
+        request.computed = 8
+        manager.commit(request)
+        assert len(request.tables[0]) == taken == (8 if reserve else 4)
 
 
 def test_without_a_prefix_cache_a_prompt_is_not_cut_for_its_states():
@@ -1004,6 +1052,88 @@ def test_rejected_rows_are_overwritten_by_the_next_step():
         pair.advance([(request, n)])
 
 
+STATE = kv_cache.LayerSpec("linear", 2, 4, values=4, conv=(2, 24))
+
+
+def state_step(cache, plan, data):
+    """A step of one linear layer over rows that are functions of position and id: its output."""
+    step = cache.prepare(plan)
+    x, q, k, v, g, beta = (
+        data[name][step.tokens, step.positions] for name in ("x", "q", "k", "v", "g", "beta")
+    )
+    out = step.conv(0, x, data["weight"])
+    return step, torch.cat((out.flatten(1), step.recur(0, q, k, v, g, beta).flatten(1)), 1)
+
+
+def state_data(ids=9, positions=80):
+    draw = torch.Generator().manual_seed(0)
+
+    def rows(*shape, scale=1.0):
+        return torch.randn(ids, positions, *shape, generator=draw) * scale
+
+    return {
+        "x": rows(24), "weight": torch.randn(24, 3, generator=draw),
+        "q": rows(2, 4), "k": torch.nn.functional.normalize(rows(2, 4), dim=-1), "v": rows(2, 4),
+        "g": -rows(2).abs() * 0.1, "beta": rows(2).sigmoid(),
+    }  # fmt: skip
+
+
+def states_of(cache, request, which):
+    if isinstance(cache, ContiguousCache):
+        return [buffer[request.slot].clone() for buffer in cache.buffers[0]]
+    return [pool[request.tables[0][which]].clone() for pool in cache.pools[0]]
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("stay", [1, 2, 4, 5])
+def test_the_state_after_a_draft_is_that_of_the_rows_that_stay(stay, paged):
+    """As if they had come one by one; that of others in the step, and of a fork in it, too."""
+    data = state_data()
+
+    def cache():
+        if paged:
+            return tiny.poisoned(PagedCache([STATE], 9, S, budget=32, max_running=4))
+        return tiny.garbage(ContiguousCache([STATE], 4, 80))
+
+    def given(number, *fields, **named):
+        request = tiny.request(*fields, slot=number, **named)
+        request.tables = [[0, 2 * number + 1]]
+        return request
+
+    one, tokens = cache(), [1, 5, 2, 7, 3, 8, 4, 6]
+    alone = given(0, tokens[: 3 + stay])
+    for n in (3, *[1] * stay):
+        step, last = state_step(one, [(alone, n)], data)
+        one.commit(step, [n])
+        alone.computed += n
+        if paged:
+            alone.tables[0] = alone.tables[0][::-1] if alone.computed > n else [1, 2]
+    expected = states_of(one, alone, 0)
+
+    many = cache()
+    first, other = given(0, tokens[:3]), given(1, [4, 4])
+    step, _ = state_step(many, [(first, 3), (other, 2)], data)
+    many.commit(step, [3, 2])
+    first.tokens, first.computed, first.draft = tokens[:4], 3, tokens[4:]
+    first.tables, other.tables, other.computed = [[1, 2]], [[3, 4]], 2
+    other.tokens = [4, 4, 1]
+    forking, child = given(2, [6, 1]), given(3, [6, 1])
+    plan = [(other, 1), (first, 5), (forking, 2)]
+    for request, n in plan:
+        request.behind = n
+    step, rows = state_step(many, plan, data)
+    if not paged:
+        many.copy(forking, child, 2)
+        assert all(map(torch.equal, states_of(many, child, 1), states_of(many, forking, 1)))
+    untouched = [states_of(many, request, 1) for request in (other, forking)] if paged else []
+    many.commit(step, [1, stay, 2])
+    for found, wanted in zip(states_of(many, first, 1), expected):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rows[stay], last[-1], atol=1e-6, rtol=1e-5)
+    for request, before in zip((other, forking), untouched):
+        assert all(map(torch.equal, states_of(many, request, 1), before))
+
+
 def test_a_forked_request_goes_on_as_its_parent_would_have():
     for length in (15, 16, 17):
         pair = Pair(3, 40, S)
@@ -1107,6 +1237,16 @@ class Memory:
                 block = table[1] if owner.room.state else table[p // size]
                 assert owner.references[block] == 1, "5: a shared block is written"
                 pool[block][0 if owner.room.state else p % size] = before
+
+    def replay(self, request, n, stay):
+        """Of n rows some stay: what a state wrote it writes again, from what it has read."""
+        known = [*request.tokens, *request.draft]
+        for group, owner in enumerate(self.manager.pools):
+            if owner.room.state and stay < n:
+                before = self.seen(request, group)[1][0]
+                for p in range(request.computed, request.computed + stay):
+                    before = hash((before, known[p]))
+                self.pools[group][request.tables[group][1]][0] = before
 
     def copy(self, parent, child, length):
         full = length // self.size
@@ -1323,9 +1463,6 @@ class Workload:
         )  # fmt: skip
         self.memory = Memory(self.manager)
         self.drafting, self.aborting = draw.random() < 0.4, draw.random() < 0.3
-        self.drafting &= not any(
-            pool.room.state for pool in self.manager.pools
-        )  # what a draft did to them is not undone yet
         self.to_come, self.requests, self.count = draw.randint(3, 12), [], Counter()
 
     def rooms(self):
@@ -1403,8 +1540,16 @@ class Workload:
                     self.count["forked"] += 1
         self.check()
         self.maybe_abort()
-        scheduler.commit(whole, [self.result(request, n) for request, n in whole])
+        kept = [self.result(request, n) for request, n in whole]
+        for (request, n), (ids, _) in zip(whole, kept):
+            if request.finish_reason is None:
+                self.memory.replay(request, n, request.stay(n, len(ids)))
+        scheduler.commit(whole, kept)
         self.check()
+        for request in scheduler.running:
+            for pool, table in zip(self.manager.pools, request.tables):
+                most = self.manager._demand(request, len(request.tokens), self.reserve)
+                assert pool.room.state or len(table) <= most, "guesses have kept their room"
         self.propose()
 
     def plan(self):

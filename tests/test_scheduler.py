@@ -357,6 +357,53 @@ def test_a_draft_is_cut_to_the_budget():
     assert (request.tokens[4:], request.computed) == ([7, 60, 61, 62, 50], 8)
 
 
+def decoding(*lengths, blocks, **settings):
+    """Requests with prompts so long, computed, and one token each to compute."""
+    requests = [prompt(i, length) for i, length in enumerate(lengths)]
+    scheduler = scheduler_of(*requests, blocks=blocks, size=4, **settings)
+    while any(request.missing > 1 or not request.output for request in requests):
+        advance(scheduler)
+    return scheduler, requests
+
+
+def test_a_draft_takes_nobodys_room():
+    """One block is free. The second in order needs it for its token, so the first one's guesses
+    must do without, although they come first; with two blocks both have what they need."""
+    for blocks, planned, draft in ((3, 1, []), (4, 3, [60, 61])):
+        scheduler, (first, second) = decoding(3, 4, blocks=blocks)
+        first.draft = [60, 61]
+        assert [len(request.tables[0]) for request in (first, second)] == [1, 1]
+        plan = scheduler.plan()
+        assert plan == [(first, planned), (second, 1)] and first.draft == draft
+        assert scheduler.preempted == [] and len(second.tables[0]) == 2
+
+
+def test_a_draft_waits_for_who_waits():
+    """A request that can begin has its blocks before guesses have theirs."""
+    scheduler, (first,) = decoding(3, blocks=2)
+    other = prompt(1, 2)
+    scheduler.add(other)
+    first.draft = [60]
+    assert scheduler.plan() == [(first, 1), (other, 2)] and first.draft == []
+
+
+def test_drafts_are_cut_in_order_and_leave_a_token_to_everyone():
+    scheduler, requests = decoding(2, 2, 2, blocks=9, budget=6)
+    for request in requests:
+        request.draft = [60, 61, 62]
+    plan = scheduler.plan()
+    assert plan == [(requests[0], 4), (requests[1], 1), (requests[2], 1)]
+    assert [request.draft for request in requests] == [[60, 61, 62], [], []]
+
+
+def test_repair_drops_drafts_that_may_be_half_made():
+    scheduler, (first, second) = decoding(3, 4, blocks=9)
+    first.draft = [60]
+    scheduler.repair()
+    assert first.draft == second.draft == [] and scheduler.running == [first, second]
+    assert scheduler.plan() == [(first, 1), (second, 1)]
+
+
 def test_a_step_that_does_not_reach_the_draft_drops_it():
     request = prompt(0, 4)
     scheduler = scheduler_of(request, budget=4)

@@ -3,7 +3,6 @@
 import functools
 import random
 import re
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +13,9 @@ import generate
 import kv_cache
 import model
 import paged
-import speculative
 import tiny
 from generate import Engine, SamplingParams
-from scheduler import Scheduler
-from speculative import Draft, Drafter
+from speculative import Draft, Drafter, Eagle
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
@@ -506,6 +503,97 @@ def test_the_next_turn_finds_what_stayed_and_nothing_else(family):
     assert reused >= 40 and engine.speculation.tally.accepted > 5
 
 
+# ---------------------------------------------------------------- any work, any guesses
+
+
+def any_work(draw: random.Random, vocab: int) -> list:
+    """Prompts that share beginnings, and what can be asked for beside them."""
+    begin = [draw.randrange(3, vocab) for _ in range(17)]
+    work = []
+    for i in range(draw.randrange(2, 7)):
+        prompt = begin[: draw.choice([0, 8, 16, 17])] + draw.choices(
+            range(3, vocab), k=draw.randrange(1, 12)
+        )
+        params = {"temperature": draw.choice([0, 0.8]), "seed": i, "n": draw.choice([1, 1, 1, 2])}
+        params["max_tokens"] = draw.randrange(1, 25)
+        params["priority"] = draw.randrange(3)
+        params["logit_bias"] = dict.fromkeys(range(5, 12), draw.choice([0.0, 8.0]))
+        if draw.random() < 0.3:
+            params |= {"top_k": draw.randrange(1, 9), "min_p": 0.02, "top_p": 0.95}
+        if draw.random() < 0.3:
+            params |= {"presence_penalty": 0.6, "frequency_penalty": 0.3}
+        if draw.random() < 0.3:
+            params["stop_token_ids"] = draw.sample(range(5, 12), 2)
+        if draw.random() < 0.2:
+            params["logprobs"] = 2
+        work.append((prompt, SamplingParams(ignore_eos=draw.random() < 0.8, **params)))
+    return work
+
+
+def any_settings(draw: random.Random, family: str) -> dict:
+    """Of an engine that has little of something."""
+    found = {"budget": draw.choice([1, 5, 8, 9, 64]), "max_running": draw.choice([2, 4, 8])}
+    found |= {"max_len": draw.choice([48, 64]), "block_size": draw.choice([8, 8, 16])}
+    found |= {"graphs": draw.random() < 0.3, "prefix_cache": draw.random() < 0.8}
+    found |= {"static": draw.random() < 0.15, "reserve": draw.random() < 0.15}
+    found["policy"] = draw.choice(["fcfs", "priority"])
+    found["kv_memory"] = draw.choice([little(family), 2 * little(family), 2**22])
+    return found
+
+
+def any_engine(seed: int):
+    """Random guesses in an engine that preempts, aborts and has no room: every answer is that of
+    one that has never guessed and has room for all, or the beginning of it."""
+    draw = random.Random(seed)
+    family = draw.choice(KINDS)
+    work = any_work(draw, checkpoint(family).config.vocab)
+    plain = served(small(family, max_len=48), work)
+    settings = any_settings(draw, family)
+    oracle = Oracle(answers(plain), draw.choice(["random", "random", "right", "alternating"]), 90)
+    oracle.draw = random.Random(seed)
+    settings |= {"speculative": Holding(oracle), "spec_tokens": draw.choice([None, 1, 3, 6])}
+    try:
+        engine = small(family, **settings)
+        requests = [engine.add(*each) for each in work]
+    except ValueError:
+        return 0  # too small for this
+    often, steps = draw.choice([0, 0, 0.1, 0.4]), 0
+    aborting = draw.random() < 0.3
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+        steps += 1
+        if engine.scheduler.running and draw.random() < often and steps < 200:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+            engine._keep(engine.scheduler.running)
+        if aborting and draw.random() < 0.05:
+            engine.abort(draw.choice(requests))
+            engine.check()
+    assert engine.manager.held == 0 and not engine.drafter_failed
+    assert not engine.speculation.drafter.known and not engine.speculation.drafts
+    expected = {(tuple(t[:n]), i): (t, why) for n, i, t, why in plain}
+    assert len(expected) == len(plain), "two prompts are the same"
+    for one in (one for request in requests for one in request.family):
+        tokens, why = expected[tuple(one.tokens[: one.prompt_tokens]), one.index]
+        if one.finish_reason == "abort":
+            assert one.tokens == tokens[: len(one.tokens)]
+        else:
+            assert (one.tokens, one.finish_reason) == (tokens, why)
+            assert len(one.stream.logprobs) == (one.params.logprobs is not None) * len(one.output)
+    return engine.speculation.tally.accepted
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_any_guesses_in_any_engine_change_nothing(part):
+    assert sum(any_engine(seed) for seed in range(6 * part, 6 * part + 6)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_any_guesses_in_any_engine_change_nothing_wide(part):
+    assert sum(any_engine(seed) for seed in range(100 + 50 * part, 150 + 50 * part)) > 100
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -533,22 +621,35 @@ def test_a_drafter_that_fails_is_said_once_and_asked_no_more(said, why):
     assert line.startswith("guesses  saying failed, there are none any more: ")
     assert re.search(why, line) and "\n" not in line
     assert engine.generate(PROMPT, greedy(9))[0].text == expected[0][0] and len(lines) == 1
-    assert not engine.speculation.drafts
+    assert not any(request.draft for request in requests)
 
 
+@pytest.mark.parametrize("call", [0, 3])
 @pytest.mark.parametrize("where", ["learn", "keep", "most_for"])
-def test_wherever_a_drafter_fails_the_others_go_on(where):
+def test_wherever_a_drafter_fails_the_others_go_on(where, call):
+    """Also while guesses are verified: what stays of their rows is known."""
+    calls: list[int] = []
+    whole = getattr(Holding, where)
+
     class Failing(Holding):
         pass
 
     def fail(self, *given):
-        raise MemoryError("nothing is left")
+        calls.append(0)
+        if len(calls) > call:
+            raise MemoryError("nothing is left")
+        return whole(self, *given)
 
     setattr(Failing, where, fail)
     lines: list[str] = []
-    engine = text_engine(speculative=Failing(), say=lines.append)
-    expected = [what(o) for o in text_engine().generate([PROMPT, "ef"], greedy(5))]
-    assert [what(o) for o in engine.generate([PROMPT, "ef"], greedy(5))] == expected
+    drafter = Failing(Oracle(interruptible(9).speculation.drafter.inner.answers, "right", VOCAB))
+    engine = text_engine(speculative=drafter, spec_tokens=2, say=lines.append)
+    expected = [what(o) for o in uninterrupted()]
+    requests = [engine.add(*each) for each in THREE]
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+    assert [what(engine.output(request)) for request in requests] == expected
     assert engine.drafter_failed and engine.manager.held == 0
     assert [line for line in lines if "nothing is left" in line] == lines[-1:]
 
@@ -721,3 +822,186 @@ def test_measuring_what_steps_cost_leaves_nothing_behind(family, settings):
     engine.check()
     expected = served(small(family, **settings), [([5], greedy(4))])
     assert served(engine, [([5], greedy(4))]) == expected
+
+
+# ---------------------------------------------------------------- EAGLE-3
+
+POOL = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+EAGLES = {  # family -> the layers that a head enters; they have too few for those by default
+    "qwen3": [2, 3], "qwen2_sliding": [2, 3], "qwen3_5_text": [2, 3, 4], "gemma3": [2, 3, 4],
+    "deepseek_v3": [2, 3],
+}  # fmt: skip
+
+
+def eagle_head(folder, family: str, **changes) -> str:
+    layers = {"eagle_aux_hidden_state_layer_ids": EAGLES[family]}
+    return f"eagle:{tiny.written(folder, *tiny.eagle(**layers, **changes))}"
+
+
+def few_ids(vocab: int, count: int = 4) -> list:
+    """Texts of nearly four ids, greedy and not, so that a random head is right now and then. The
+    first two begin alike, for longer than a block."""
+    draw, work = random.Random(1), []
+    start = [draw.randrange(3, vocab) for _ in range(17)]
+    for i in range(count):
+        prompt = start * (i < 2) + [draw.randrange(3, vocab) for _ in range(draw.randrange(1, 9))]
+        params = {"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 12 + 3 * i}
+        bias = dict.fromkeys(range(5, 9), 12.0)
+        work.append((prompt, SamplingParams(ignore_eos=True, logit_bias=bias, **params)))
+    return work
+
+
+def disturbed(engine: Engine, work) -> tuple[list, list]:
+    """`served` one after the other, then all again at once, all preempted after every fourth
+    step."""
+    found = [one for each in work for one in served(engine, [each])]
+    requests = [engine.add(prompt, params) for prompt, params in work]
+    steps = 0
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+        steps += 1
+        for request in engine.scheduler.running[::-1] if steps % 4 == 0 else ():
+            engine.scheduler._preempt(request)
+    assert sum(request.preempted for request in requests) > len(requests)
+    return found, [(r.prompt_tokens, r.index, r.tokens, r.finish_reason) for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        *((family, "sample") for family in list(EAGLES)[:3]),
+        ("qwen3_5_text", "reject"),
+        *(pytest.param(family, "sample", marks=pytest.mark.slow) for family in list(EAGLES)[3:]),
+        *(pytest.param(f, "reject", marks=pytest.mark.slow) for f in EAGLES if f != "qwen3_5_text"),
+    ],
+)
+def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
+    data = checkpoint(family)
+    work = few_ids(data.config.vocab)
+    if rule == "reject":  # the same law; what is greedy is the same
+        work = work[::2]
+    plain = served(Engine(data, **POOL), work)
+    engine = Engine(
+        data, **POOL, speculative=eagle_head(tmp_path, family), spec_tokens=3, verify=rule
+    )
+    assert served(engine, work) == plain
+    tally = engine.speculation.tally
+    assert 0 < tally.guesses > tally.accepted >= (rule == "sample")
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [
+        ("qwen3_5_text", 5),
+        *(
+            pytest.param(f, n, marks=pytest.mark.slow)
+            for f in EAGLES
+            for n in (5, 64)
+            if (f, n) != ("qwen3_5_text", 5)
+        ),
+    ],
+)
+def test_an_eagle_head_in_chunks_preempted_and_after_prefix_hits(tmp_path, family, budget):
+    data = checkpoint(family)
+    work = few_ids(data.config.vocab)
+    plain = served(Engine(data, **POOL), work)
+    path = eagle_head(tmp_path, family, norm_output=True)
+    engine = Engine(data, **POOL, speculative=path, spec_tokens=3, budget=budget)
+    first, again = disturbed(engine, work)
+    assert first == again == plain
+    assert engine.counts.reused_tokens > 0 < engine.speculation.tally.accepted
+
+
+ROUND = 48  # ids in a circle
+
+
+def circle() -> model.Checkpoint:
+    """A target that says of each id, whatever was before it, the one that is 7 further: ids are
+    the axes of its residual stream, and its layers add little to them."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 7, "hidden_size": ROUND,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+        "vocab_size": ROUND, "max_position_embeddings": 128,
+    }  # fmt: skip
+    data = model.random(model.Config.from_hf(config), 0)
+    for name, x in data.tensors.items():
+        data.tensors[name] = 0.01 * x if "o_proj" in name or "down_proj" in name else x
+    data.tensors["model.embed_tokens.weight"] = torch.eye(ROUND)
+    data.tensors["lm_head.weight"] = 2 * further()
+    return data
+
+
+def further() -> torch.Tensor:
+    """Of the axis of an id that of the next one."""
+    return torch.eye(ROUND).roll(7, 0)
+
+
+def knowing(folder, reads: str) -> str:
+    """A head made by hand that guesses right. Each row attends to itself alone: its q and k are
+    the same everywhere, and rope turns them apart. What it adds makes the residual stream the axis
+    of the newest token: out of the token, or out of the feature, which is of the one before it."""
+    fields, tensors = tiny.eagle(
+        wide=ROUND, vocab=ROUND, draft_vocab_size=None, num_attention_heads=6,
+        num_key_value_heads=6, attention_bias=True, norm_before_residual=True, rope_theta=1e4,
+    )  # fmt: skip
+    tensors = {name: torch.ones_like(x) if "norm" in name else 0 * x for name, x in tensors.items()}
+    one, none = torch.eye(ROUND), torch.zeros(ROUND, ROUND)
+    tensors["fc.weight"] = torch.cat((none, one, none), 1)
+    added = (one, -one) if reads == "token" else (none, further() - one)
+    attention = "midlayer.self_attn."
+    tensors[attention + "v_proj.weight"] = torch.cat(added, 1)
+    tensors[attention + "o_proj.weight"] = one
+    focus = torch.tensor([60.0, 300.0, 600.0, 600.0, 0, 0, 0, 0]).sqrt().repeat(6)
+    tensors |= {f"{attention}{x}_proj.bias": focus.clone() for x in "qk"}
+    tensors["lm_head.weight"] = 2 * further()
+    return tiny.written(folder, fields, tensors)
+
+
+class LateEagle(Eagle):
+    """Reads the token before the one it should, or the feature."""
+
+    what = "token"
+
+    def run(self, features, tokens, step):
+        return super().run(features, (tokens - 7 * (self.what == "token")) % ROUND, step)
+
+    def learn(self, request, start, features):
+        if self.what == "feature":
+            before = self.__dict__.setdefault("before", {})
+            moved = [
+                torch.cat((last, x[:-1]))
+                for last, x in zip(before.get(request, [x[:1] for x in features]), features)
+            ]
+            before[request] = [x[-1:] for x in features]
+            features = moved
+        super().learn(request, start, features)
+
+
+@pytest.mark.parametrize("reads", ["token", "feature"])
+def test_an_eagle_head_that_knows_is_right_and_one_off_by_a_row_is_not(tmp_path, reads):
+    data = circle()
+    draw = random.Random(0)
+    work = [
+        (
+            [draw.randrange(ROUND) for _ in range(n)],
+            SamplingParams(temperature=t, seed=n, max_tokens=25),
+        )
+        for n, t in ((1, 0.0), (9, 0.0), (20, 0.5))
+    ]
+    plain = served(Engine(data, **POOL), work)
+    path = knowing(tmp_path, reads)
+    engine = Engine(data, **POOL, speculative=f"eagle:{path}", spec_tokens=4)
+    assert served(engine, work) == plain
+    tally = engine.speculation.tally
+    assert tally.accepted > 0.9 * tally.guesses > 30 and tally.a_round > 4
+    for what in ("token", "feature"):
+        late = LateEagle(path, engine.model)
+        late.what = what
+        other = Engine(data, **POOL, speculative=late, spec_tokens=4)
+        assert served(other, work) == plain
+        tally = other.speculation.tally
+        if what == reads:  # off by one it is wrong; what it does not read does not matter
+            assert tally.accepted < 0.05 * tally.guesses
+        else:
+            assert tally.accepted > 0.9 * tally.guesses

@@ -33,16 +33,20 @@ Try           python speculative.py                 rounds, acceptance, what it 
 Imports       kernels, kv_cache, model, sample.
 """
 
+import json
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import kernels
 import kv_cache
 from kv_cache import LayerSpec, Segment, Step
-from model import Checkpoint, Model
+from model import MLP, Checkpoint, Config, Model, Take, inverse_frequencies, load
 from sample import (
     ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
 )  # fmt: skip
@@ -272,6 +276,8 @@ class Cached(Drafter):
     """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
     finds no slot free is not guessed for."""
 
+    CHUNK = 512  # rows that wait before they are computed without being asked for
+
     def __init__(self, target: Model, specs: tuple[LayerSpec, ...]):
         self.target, self.specs = target, specs
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -302,6 +308,14 @@ class Cached(Drafter):
         kept = set(requests)
         for request in [r for r in self.held if r not in kept]:
             self.drop(request)
+
+    def learn(self, request, start, features):
+        if request in self.held and self.held[request].seen != start:  # some were not for it
+            self.drop(request)
+        held = self.hold(request, start)
+        if held is not None and len(features[0]):
+            held.features.append(features)
+            held.pending += len(features[0])
 
     def prepare(self, work: list[tuple["Held", list[int]]]) -> Step:
         """Rows for the next ids of some requests, after what is computed of each; of each the
@@ -360,16 +374,6 @@ class Chained(Cached):
         score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
     """
 
-    CHUNK = 512  # rows that wait before they are computed without being asked for
-
-    def learn(self, request, start, features):
-        if request in self.held and self.held[request].seen != start:  # some were not for it
-            self.drop(request)
-        held = self.hold(request, start)
-        if held is not None and len(features[0]):
-            held.features.append(features)
-            held.pending += len(features[0])
-
     def keep(self, requests):
         super().keep(requests)
         for request, held in self.held.items():
@@ -426,6 +430,317 @@ class Chained(Cached):
         for draft, laws in zip(drafts, beliefs):
             draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
         return drafts
+
+
+class DFlash(Cached):
+    """A block of guesses from one pass (DFlash, Chen et al. 2602.06036).
+
+    Of each position that the target has computed, its residual stream after some layers makes one
+    fused feature. A draft layer keeps a key and a value of it, and does nothing else with it: this
+    is the context. Then the last token, which the target has yet to compute, and MASKs after it
+    go through the draft's layers as one block. Each of its rows sees the context and, where a
+    layer is not causal, the whole block, and tells of the token at its own position.
+
+        position   ..   s - 1     s     s + 1    s + 2       tokens up to s are known, and the
+        context    ..   target's                             target's features up to s - 1
+        block                     x_s   MASK     MASK
+        tells of                  -     guess 1  guess 2     at once: no guess knows another
+
+    The block's entries lie beyond `computed`, so they are gone after the round. It is run whole,
+    however few guesses are asked for: a shorter one would have other guesses, as its rows see
+    each other, and the end of the text is no end for positions.
+    """
+
+    name, parallel = "dflash", True
+
+    def __init__(self, target: Model, config: Config, tensors: Mapping, fields: dict):
+        """fields: config.json. ValueError: it asks for what is not done here, it does not go with
+        the target, or a tensor is missing, left over or of the wrong shape."""
+        super().__init__(target, config.specs)
+        self.config = config
+        self.block, self.mask = _block_size(fields), _mask_token(fields, target)
+        self.most = self.block - 1
+        ids = _features(fields, config, target)
+        self.taps = tuple(sorted(set(ids)))
+        self.order = [self.taps.index(i) for i in ids]
+        causal = _causal(fields, config)
+        self.scale = kv_cache.number(_fields(fields), "input_embedding_scale", 1.0)
+        take = Take({_plain_name(x): t for x, t in tensors.items()}, self.device, self.dtype)
+        E, V, inner = config.width, target.config.vocab, len(ids) * target.config.width
+        found = (
+            tuple(take.tensors["fc.weight"].shape) if "fc.weight" in take.tensors else (E, inner)
+        )
+        if found != (E, inner):
+            raise ValueError(
+                f"fc.weight is {list(found)}, but {len(ids)} features of {target.config.width}"
+                f" numbers to {E} make it {[E, inner]}"
+            )
+        self.fc, _ = take.linear(["fc"], (E,), inner, False)
+        self.feature_norm = take("hidden_norm.weight", (E,))
+        self.layers = [BlockLayer(take, i, config, own) for i, own in enumerate(causal)]
+        self.norm = take("norm.weight", (E,))
+        own = "embed_tokens.weight" in take.tensors, "lm_head.weight" in take.tensors
+        if E != target.config.width and not all(own):
+            raise ValueError(
+                f"hidden_size {E} is not the target's {target.config.width}, and embed_tokens and"
+                " lm_head are not both there"
+            )
+        self.embedding = take("embed_tokens.weight", (V, E)) if own[0] else target.embedding
+        self.head, self.ids = self._own_head(take, fields) if own[1] else (None, None)
+        take.finish()
+        frequencies, factor = inverse_frequencies(config.ropes[0], config.rotary)
+        self.turn = frequencies.to(self.device), factor
+
+    def _own_head(self, take: Take, fields: dict) -> tuple:
+        """The draft's own head, and the target's id of each of its rows: None, if it has all."""
+        E, V = self.config.width, self.config.vocab
+        if "d2t" not in take.tensors:
+            return take.linear(["lm_head"], (V,), E, False)[0], None
+        rows = kv_cache.positive(fields, "draft_vocab_size")
+        head, _ = take.linear(["lm_head"], (rows,), E, False)
+        ids = take("d2t", (rows,), torch.int64) + torch.arange(rows, device=self.device)
+        if "t2d" in take.tensors:  # the same, the other way round
+            take("t2d", (V,), torch.bool)
+        if not 0 <= ids.min() <= ids.max() < V:
+            raise ValueError(f"d2t makes ids from {ids.min()} to {ids.max()}: the target has {V}")
+        return head, ids
+
+    def most_for(self, request):
+        held = self.held.get(request)
+        ready = held is not None and held.seen == len(request.tokens) - 1
+        return self.most if ready else 0
+
+    def keep(self, requests):
+        super().keep(requests)
+        self._catch_up([r for r, held in self.held.items() if held.pending >= self.CHUNK])
+
+    def _catch_up(self, requests: list):
+        """Put what was learnt into the cache: of each position every layer's key and value."""
+        work, features = [], []
+        for request in requests:
+            held = self.held[request]
+            if held.pending:
+                work.append((held, request.tokens[held.seen - held.pending : held.seen]))
+                features += held.features
+                held.features, held.pending = [], 0
+        if not work:
+            return
+        step = self.prepare(work)
+        parts = [torch.cat(part) for part in zip(*features)]  # by layers of the target
+        fused = kernels.linear(torch.cat([parts[i] for i in self.order], -1), self.fc)
+        fused = kernels.rms_norm(fused, self.feature_norm, self.config.eps)  # (T, E)
+        turns = kernels.rope_tables(step.positions, *self.turn)
+        for layer in self.layers:
+            layer.store(fused, turns, step)
+
+    def _run(self, step: Step) -> Tensor:
+        """A block's rows through the layers: (T, E), normed."""
+        turns, eps = kernels.rope_tables(step.positions, *self.turn), self.config.eps
+        x = self.embedding[step.tokens]  # not scaled, even where the target scales it
+        if self.scale != 1:
+            x = x * self.scale
+        norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
+        normed = kernels.rms_norm(x, self.layers[0].norm, eps)
+        for layer, after in zip(self.layers, norms):
+            x, normed = kernels.add_norm(x, layer.attend(normed, turns, step), layer.mlp_norm, eps)
+            x, normed = kernels.add_norm(x, layer.mlp(normed), after, eps)
+        return normed
+
+    def _score(self, x: Tensor) -> Tensor:
+        """x (R, E) -> logits (R, V) of the whole vocabulary, -inf where the head has no id."""
+        if self.head is None:
+            return self.target.logits(x)
+        logits = kernels.linear(x, self.head)
+        if self.ids is None:
+            return logits
+        whole = logits.new_full((len(x), self.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+    def propose(self, requests, counts, rows):
+        self._catch_up(requests)
+        held = [self.held[request] for request in requests]
+        masks = [self.mask] * self.most
+        step = self.prepare([(h, [r.tokens[-1], *masks]) for h, r in zip(held, requests)])
+        x = self._run(step)
+        for one in held:
+            one.computed -= self.block
+        slots = [i * self.block + j for i, n in enumerate(counts) for j in range(1, n + 1)]
+        logits = self._score(x[torch.tensor(slots, device=self.device)])
+        ids, laws = self._settled(logits, requests, counts, rows)
+        drafts, at = [], 0
+        for n in counts:
+            own, law = ids[at : at + n], laws[at : at + n]
+            at += n
+            known = own.index(None) if None in own else n  # logits that are not finite
+            beliefs = torch.stack(law[:known]) if known and law[0] is not None else None
+            drafts.append(Draft(own[:known], beliefs))
+        return drafts
+
+    def _settled(self, logits: Tensor, requests, counts, rows) -> tuple[list, list]:
+        """The guesses of all slots and what they were drawn from, as if one after another.
+
+        A slot's row has the guesses before it in its history, for penalties. So all are drawn at
+        once, again and again, until none changes: then each was drawn after just these. Without
+        penalties this is so the second time at the latest.
+        """
+        ids = logits.argmax(-1).tolist()
+        while True:
+            known, given = ids, []
+            for request, n in zip(requests, counts):
+                own = [id or 0 for id in known[len(given) : len(given) + n]]
+                given += [rows(request, own[:j]) for j in range(n)]
+            ids, laws = self.guess(logits, given)
+            if ids == known:
+                return ids, laws
+
+
+class BlockLayer:
+    """A layer of DFlash: what it keeps of a feature, and what it does to the rows of a block.
+
+    causal: whether a row of the block sees only the rows before it and itself.
+    """
+
+    def __init__(self, take: Take, layer: int, config: Config, causal: bool):
+        self.layer, self.eps, self.causal = layer, config.eps, causal
+        spec, E, prefix = config.specs[layer], config.width, f"layers.{layer}."
+        self.dim, inner, shared = spec.dim, config.heads * spec.dim, spec.heads * spec.dim
+        q, k, v, o = (f"{prefix}self_attn.{x}_proj" for x in "qkvo")
+        self.queries, _ = take.linear([q], (inner,), E, False)
+        self.keys_values, _ = take.linear([k, v], (shared, shared), E, False)
+        self.out, _ = take.linear([o], (E,), inner, False)
+        q_norm, k_norm = (take(f"{prefix}self_attn.{x}_norm.weight", (spec.dim,)) for x in "qk")
+        self.q_norm = q_norm.repeat(config.heads, 1)  # (H, D)
+        self.k_norm = k_norm.repeat(spec.heads, 1)  # (G, D)
+        self.norm = take(f"{prefix}input_layernorm.weight", (E,))
+        self.mlp_norm = take(f"{prefix}post_attention_layernorm.weight", (E,))
+        self.mlp = MLP(take, f"{prefix}mlp.", config)
+
+    def store(self, features: Tensor, turns: Tensor, step: Step):
+        """Keep keys and values of features (T, E), which are normed already."""
+        step.store(self.layer, *self._keys_values(features, turns))
+
+    def attend(self, x: Tensor, turns: Tensor, step: Step) -> Tensor:
+        """x (T, E), normed -> (T, E)."""
+        q = kernels.linear(x, self.queries).view(len(x), -1, self.dim)
+        q = kernels.rope(kernels.rms_norm(q, self.q_norm, self.eps), turns)
+        o = step.attend(self.layer, q, *self._keys_values(x, turns), causal=self.causal)
+        return kernels.linear(o.reshape(len(x), -1), self.out)
+
+    def _keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = kernels.linear(x, self.keys_values).view(len(x), -1, self.dim).chunk(2, 1)
+        return kernels.rope(kernels.rms_norm(k, self.k_norm, self.eps), turns), v  # (T, G, D)
+
+
+DFLASH_NAMES = {  # how some files call a tensor -> its name here
+    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
+}  # fmt: skip
+DFLASH_FIELDS = {"block_size", "target_layer_ids", "mask_token_id", "causal", "num_target_layers",
+                 "input_embedding_scale", "target_hidden_size"}  # fmt: skip
+DFLASH_PLAIN = {  # field that may be written, if it asks for nothing
+    "attention_bias": False, "is_neox_style": True, "use_swa": False, "attention_sink_bias": False,
+    "attention_value_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None,
+    "swa_window_size": None, "fc_norm": False,
+}  # fmt: skip
+
+
+def load_dflash(path: str, target: Model) -> DFlash:
+    """From a folder with config.json and *.safetensors. ValueError names what is wrong."""
+    try:
+        checkpoint = load(path, load="safetensors")
+        fields = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        if (Path(path) / "mask_embedding.pt").exists():
+            raise ValueError("mask_embedding.pt is a pickle, which is not read")
+        _refuse_dflash(fields, checkpoint.config, target)
+        return DFlash(target, checkpoint.config, checkpoint.tensors, fields)
+    except ValueError as error:
+        raise ValueError(f"dflash:{path}: {error}")
+
+
+def _plain_name(name: str) -> str:
+    for theirs, own in DFLASH_NAMES.items():
+        if name.startswith(theirs):
+            return own + name.removeprefix(theirs)
+    return name
+
+
+def _fields(fields: dict) -> dict:
+    """The config's fields; those of dflash_config come first."""
+    own = fields.get("dflash_config") or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"dflash_config {own!r} is not an object")
+    return fields | own
+
+
+def _refuse_dflash(fields: dict, config: Config, target: Model):
+    both = _fields(fields)
+    kinds = fields.get("architectures") or ["DFlashDraftModel"]
+    if kinds != ["DFlashDraftModel"]:
+        raise ValueError(f"architectures {kinds} is not DFlashDraftModel")
+    if fields.get("model_type") != "qwen3":
+        raise ValueError(f"model_type {fields.get('model_type')!r} of a DFlash head is not 'qwen3'")
+    for name, value in DFLASH_PLAIN.items():
+        if both.get(name) not in (None, value):
+            raise ValueError(f"{name} {both[name]!r} is not known of DFlash here")
+    known = DFLASH_FIELDS | set(DFLASH_PLAIN)
+    if unknown := sorted(set(fields.get("dflash_config") or ()) - known):
+        raise ValueError(f"dflash_config: {', '.join(unknown)} is not known of DFlash here")
+    wanted = {
+        "vocab_size": (config.vocab, target.config.vocab),
+        "num_target_layers": (both.get("num_target_layers"), len(target.layers)),
+        "target_hidden_size": (both.get("target_hidden_size"), target.config.width),
+    }
+    for name, (found, own) in wanted.items():
+        if found not in (None, own):
+            raise ValueError(f"{name} {found!r}: the target has {own}")
+
+
+def _block_size(fields: dict) -> int:
+    size = kv_cache.positive(_fields(fields), "block_size")
+    if not 2 <= size <= MOST + 1:
+        raise ValueError(f"block_size {size} is not from 2 to {MOST + 1}")
+    return size
+
+
+def _mask_token(fields: dict, target: Model) -> int:
+    id = _fields(fields).get("mask_token_id")
+    if type(id) is not int or not 0 <= id < target.config.vocab:
+        raise ValueError(
+            f"mask_token_id {id!r} is not an id of the target's embedding, 0 to"
+            f" {target.config.vocab - 1}"
+        )
+    return id
+
+
+def _features(fields: dict, config: Config, target: Model) -> list[int]:
+    """The target's layers that are read, in the order of `fc`'s columns.
+
+    Example: of 36 layers for a head of 5, if it does not say: 1, 9, 17, 25, 33.
+    """
+    count, own = len(target.layers), len(config.specs)
+    ids = _fields(fields).get("target_layer_ids")
+    if ids is None and own == 1:
+        ids = [count // 2]
+    elif ids is None:
+        ids = [round(1 + i * (count - 4) / (own - 1)) for i in range(own)]
+    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        raise ValueError(f"target_layer_ids {ids!r} is not a list of layers")
+    if not all(0 <= i < count for i in ids):
+        raise ValueError(f"target_layer_ids {ids}: the target's layers are 0 to {count - 1}")
+    return ids
+
+
+def _causal(fields: dict, config: Config) -> list[bool]:
+    """Which layers are causal within the block: as it is said of all, else those that slide."""
+    both = _fields(fields)
+    named = [name for name in ("causal", "is_causal") if both.get(name) is not None]
+    said = kv_cache.flag(both, named[0]) if named else None
+    windows = [spec.window for spec in config.specs]
+    if "sliding_attention" in (fields.get("layer_types") or ()) and not any(windows):
+        raise ValueError("layer_types has sliding_attention, but use_sliding_window is not true")
+    if said is False and any(windows):
+        raise ValueError(f"sliding_window {max(windows)}: one in both directions is not known here")
+    return [window > 0 if said is None else said for window in windows]
 
 
 # ---------------------------------------------------------------- when it pays
@@ -710,6 +1025,7 @@ MOST = 64  # guesses a round
 
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "dflash": lambda path, target, checkpoint: load_dflash(path, target),
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

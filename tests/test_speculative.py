@@ -1,0 +1,658 @@
+"""speculative.py by itself: each drafter against a slow reference."""
+
+import json
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kv_cache
+import model
+import tiny
+from sample import DRAFT, Row, SamplingParams
+from speculative import DFlash, drafter, load_dflash
+
+# ---------------------------------------------------------------- DFlash: a block in one pass
+#
+# The reference knows no cache: all positions at once, an explicit mask, its own rope.
+
+BLOCK, MASK, WIDTH, VOCAB = 5, 95, 32, 96
+
+
+def dflash_fields(layers: int = 2, **more) -> dict:
+    """The config.json of a tiny head; its heads, rope and eps are not the target's."""
+    own = {"mask_token_id": MASK, "target_layer_ids": [2, 0, 3]} | more.pop("dflash_config", {})
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": BLOCK,
+        "dflash_config": own,
+        "num_target_layers": 4,
+        "num_hidden_layers": layers,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500.0,
+        "rms_norm_eps": 1e-3,
+        **more,
+    }
+
+
+def dflash_tensors(fields: dict, features: int = 3, seed: int = 0) -> dict:
+    """11 tensors a layer and 3 more, under the names of published heads."""
+    draw = torch.Generator().manual_seed(seed)
+    D, F, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
+    inner, shared = fields["num_attention_heads"] * dim, fields["num_key_value_heads"] * dim
+    shapes = {"fc.weight": (D, features * WIDTH), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for i in range(fields["num_hidden_layers"]):
+        one = {
+            "input_layernorm": (D,), "post_attention_layernorm": (D,),
+            "self_attn.q_proj": (inner, D), "self_attn.k_proj": (shared, D),
+            "self_attn.v_proj": (shared, D), "self_attn.o_proj": (D, inner),
+            "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+            "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+        }  # fmt: skip
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in one.items()}
+    assert len(shapes) == 11 * fields["num_hidden_layers"] + 3
+    noise = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return {n: 1 + 0.3 * x if x.dim() == 1 else 0.25 * x for n, x in noise.items()}
+
+
+def written(folder, fields: dict, tensors: dict):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def dflash_target(layers: int = 4, **more) -> model.Model:
+    fields = {
+        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": WIDTH,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    }  # fmt: skip
+    checkpoint = model.random(model.Config.from_hf(fields | more))
+    return model.Model(checkpoint.config, checkpoint.tensors)
+
+
+def normed(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def turned(x, positions, theta):
+    """Rope of x (T, heads, D), pair by pair as complex numbers."""
+    half = x.shape[-1] // 2
+    rates = torch.tensor([theta ** (-i / half) for i in range(half)])
+    angles = torch.tensor(positions)[:, None, None] * rates
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(()), angles)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def mixed(q, k, v, sees):
+    """Attention of q (T, H, D) over k, v (N, G, D), where sees (T, N)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("thd,nhd->htn", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("htn,nhd->thd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v)
+
+
+def gated(x, tensors, prefix):
+    gate, up, down = (tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def reference(fields, tensors, target, features, anchor, base=0, causal=None, scale=1.0):
+    """Logits (BLOCK, V) of every slot: features (s, n * E) of positions base .. base + s - 1, in
+    the order of target_layer_ids; causal: a list, of each layer."""
+    eps, theta, s = fields["rms_norm_eps"], fields["rope_theta"], len(features)
+    types = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
+    size = fields["block_size"]
+    positions = [base + i for i in range(s + size)]
+    fused = normed(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+    x = target.embedding[[anchor] + [fields["dflash_config"]["mask_token_id"]] * (size - 1)] * scale
+    at, of = torch.arange(s, s + size)[:, None], torch.arange(s + size)
+    for i, kind in enumerate(types):
+        own = {n: tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "qkvo"}
+        norm = {n: tensors[f"layers.{i}.self_attn.{n}_norm.weight"] for n in "qk"}
+        h = normed(x, tensors[f"layers.{i}.input_layernorm.weight"], eps)
+        both = torch.cat((fused, h))
+        q, k, v = ((y @ own[n].T).unflatten(1, (-1, fields["head_dim"]))
+                   for n, y in (("q", h), ("k", both), ("v", both)))  # fmt: skip
+        q, k = normed(q, norm["q"], eps), normed(k, norm["k"], eps)
+        q, k = turned(q, positions[s:], theta), turned(k, positions, theta)
+        sees = torch.ones(size, s + size, dtype=torch.bool)
+        if causal[i] if causal else kind == "sliding_attention":
+            sees &= of <= at
+        if kind == "sliding_attention":
+            sees &= at - of < fields["sliding_window"]
+        x = x + mixed(q, k, v, sees).flatten(1) @ own["o"].T
+        h = normed(x, tensors[f"layers.{i}.post_attention_layernorm.weight"], eps)
+        x = x + gated(h, tensors, f"layers.{i}.")
+    return normed(x, tensors["norm.weight"], eps)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request as a drafter sees it, of which the target's features are made up."""
+
+    tokens: list
+    seed: int = 0
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
+
+    def feature(self, layer: int, start: int, end: int) -> torch.Tensor:
+        """(end - start, E): the same for each position, whenever it is asked for."""
+        draw = torch.Generator().manual_seed(1000 * self.seed + layer)
+        return torch.randn(300, WIDTH, generator=draw)[start:end]
+
+
+def teach(head: DFlash, request: Asked, start: int, end: int, chunk: int = 1000):
+    """Learn positions start .. end - 1 of a request, so many at a time."""
+    for at in range(start, end, chunk):
+        last = min(at + chunk, end)
+        head.learn(request, at, [request.feature(i, at, last) for i in head.taps])
+
+
+def row_of(request: Asked, guesses: list, domain: int = 0) -> Row:
+    place, params = len(request.tokens) + len(guesses), request.params.with_defaults({})
+    return Row(params, request.seed, place, request.tokens + guesses, None, 0, domain)
+
+
+def watched(head: DFlash) -> list:
+    """Logits that a head draws guesses from, as they come."""
+    seen, guess = [], head.guess
+
+    def spy(logits, rows):
+        seen.append(logits.clone())
+        return guess(logits, rows)
+
+    head.guess = spy
+    return seen
+
+
+def asked(head: DFlash, seen: list, requests: list, counts=None) -> list:
+    """Propose, and give the logits (n, V) of each request's slots."""
+    counts = counts or [head.most] * len(requests)
+    seen.clear()
+    drafts = head.propose(requests, counts, row_of)
+    parts = seen[0].split(counts)
+    for request, draft, logits in zip(requests, drafts, parts):
+        if not request.params.temperature:
+            assert draft.ids == logits.argmax(-1).tolist() and draft.beliefs is None
+    return list(parts)
+
+
+def expected(fields, tensors, head, request, base=0, **more) -> torch.Tensor:
+    """What the reference says of slots 1 .. BLOCK - 1 after all tokens of a request."""
+    ids = fields["dflash_config"]["target_layer_ids"]
+    last = len(request.tokens) - 1
+    features = torch.cat([request.feature(i, base, last) for i in ids], -1)
+    x = reference(fields, tensors, head.target, features, request.tokens[-1], base, **more)
+    return head.target.logits(x)[1:]
+
+
+def close(found, wanted, most=1e-4):
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() < most
+
+
+def opened(fields: dict, tensors: dict, tmp_path, target=None, slots=4) -> DFlash:
+    head = load_dflash(str(written(tmp_path / "head", fields, tensors)), target or dflash_target())
+    head.open(slots, 128)
+    tiny.garbage(head.cache)
+    return head
+
+
+MODES = {  # what config.json says -> whether each of two layers is causal in the block
+    "full": ({}, [False, False]),
+    "causal": ({"is_causal": True}, [True, True]),
+    "causal, nested": ({"dflash_config": {"causal": True}}, [True, True]),
+    "said twice": ({"dflash_config": {"causal": True}, "is_causal": False}, [True, True]),
+    "not causal": ({"is_causal": False}, [False, False]),
+    "mixed": ({"layer_types": ["sliding_attention", "full_attention"]}, [True, False]),
+    "sliding": ({"layer_types": ["sliding_attention"] * 2}, [True, True]),
+    "sliding, causal": (
+        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": True}, [True, True]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dflash_every_slot_says_what_the_reference_says_in_each_mode(mode, tmp_path):
+    more, causal = MODES[mode]
+    sliding = {"sliding_window": 7, "use_sliding_window": True} if "layer_types" in more else {}
+    fields = dflash_fields(**more, **sliding)
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path)
+    assert (head.name, head.most, head.taps) == ("dflash", BLOCK - 1, (0, 2, 3))
+    assert head.parallel and not head.free and not head.hidden
+    request = Asked(list(range(20)))
+    teach(head, request, 0, 19)
+    [found] = asked(head, watched(head), [request])
+    close(found, expected(fields, tensors, head, request, causal=causal))
+    others = [own for _, own in MODES.values() if own != causal]
+    if not sliding:  # a head of the other mode is another one
+        for other in others:
+            wrong = expected(fields, tensors, head, request, causal=other)
+            assert (found - wrong).abs().max() > 1e-2
+
+
+def test_dflash_window_bites():
+    """Sliding layers of a window do not say what full ones say, and 7 not what 8 says."""
+    base = dflash_fields(layer_types=["sliding_attention"] * 2, sliding_window=7)
+    tensors, target = dflash_tensors(base), dflash_target()
+    features = torch.randn(19, 3 * WIDTH)
+    x = [
+        reference(base | {"sliding_window": window}, tensors, target, features, 3)
+        for window in (7, 8, 1000)
+    ]
+    assert (x[0] - x[1]).abs().max() > 1e-2 < (x[0] - x[2]).abs().max()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_dflash_rounds_of_any_luck_leave_the_context_right(chunk, tmp_path):
+    """0 to all guesses accepted, in turn: the block of a round is gone in the next one."""
+    sliding = {"sliding_window": 7, "use_sliding_window": True}
+    fields = dflash_fields(layer_types=["sliding_attention", "full_attention"], **sliding)
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path)
+    seen, request = watched(head), Asked([5, 6, 7, 8])
+    teach(head, request, 0, 3, chunk)
+    for accepted in (0, 2, BLOCK - 1, 0, 1, 3, BLOCK - 1):
+        [found] = asked(head, seen, [request])
+        close(found, expected(fields, tensors, head, request))
+        at = len(request.tokens) - 1
+        request.tokens += [(3 * at + j) % VOCAB for j in range(accepted + 1)]
+        teach(head, request, at, at + accepted + 1, chunk)
+        head.keep([request])
+
+
+def test_dflash_asked_twice_says_the_same(tmp_path):
+    """A round without a step in between, as when no guess was worth its row."""
+    fields = dflash_fields()
+    head = opened(fields, dflash_tensors(fields), tmp_path)
+    seen, request = watched(head), Asked(list(range(9)))
+    teach(head, request, 0, 8)
+    [first], [second] = asked(head, seen, [request]), asked(head, seen, [request])
+    assert torch.equal(first, second)
+
+
+def test_dflash_what_lies_behind_computed_is_nobodys(tmp_path):
+    """Whatever is left there, NaN among it, changes nothing."""
+    fields = dflash_fields()
+    head = opened(fields, dflash_tensors(fields), tmp_path)
+    seen, request = watched(head), Asked(list(range(9)))
+    teach(head, request, 0, 8)
+    [first] = asked(head, seen, [request])
+    held = head.held[request]
+    assert held.computed == 8 and held.pending == 0
+    for layer in head.cache.buffers:
+        for buffer in layer:
+            buffer[held.slot, held.computed :] = torch.nan
+    [second] = asked(head, seen, [request])
+    assert torch.equal(first, second)
+
+
+def test_dflash_in_a_batch_says_what_it_says_alone(tmp_path):
+    """Contexts of several lengths, counts of several sizes, and slots that change hands."""
+    fields = dflash_fields()
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path, slots=3)
+    seen = watched(head)
+    requests = [Asked([i] * n, seed=i) for i, n in enumerate((2, 17, 9))]
+    for request in requests:
+        teach(head, request, 0, len(request.tokens) - 1)
+    assert [head.most_for(r) for r in requests] == [4, 4, 4]
+    parts = asked(head, seen, requests, [4, 1, 3])
+    for request, found, n in zip(requests, parts, (4, 1, 3)):
+        close(found, expected(fields, tensors, head, request)[:n])
+    late = Asked([1] * 6, seed=8)
+    teach(head, late, 0, 5)
+    assert head.most_for(late) == 0  # there is no slot
+    head.keep([requests[2], late])
+    assert head.slots.held == 1 and list(head.held) == [requests[2]]
+    teach(head, late, 0, 5)
+    parts = asked(head, seen, [late, requests[2]])
+    for request, found in zip((late, requests[2]), parts):
+        close(found, expected(fields, tensors, head, request))
+
+
+def test_dflash_fewer_guesses_are_the_first_of_the_whole_block(tmp_path):
+    fields = dflash_fields()
+    head = opened(fields, dflash_tensors(fields), tmp_path)
+    seen, request = watched(head), Asked(list(range(9)))
+    teach(head, request, 0, 8)
+    [whole] = asked(head, seen, [request])
+    for n in (1, 2, 3):
+        [some] = asked(head, seen, [request], [n])
+        close(some, whole[:n], 1e-6)
+
+
+def test_dflash_a_context_that_begins_at_a_prefix_hit_keeps_true_positions(tmp_path):
+    """What was cached has no features: the context begins later, its positions do not."""
+    fields = dflash_fields()
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path)
+    request = Asked(list(range(30)))
+    teach(head, request, 16, 29)
+    [found] = asked(head, watched(head), [request])
+    close(found, expected(fields, tensors, head, request, base=16))
+
+
+def test_dflash_waits_where_features_are_missing(tmp_path):
+    """Forced tokens are known before the target has seen them; skipped ones begin a new context."""
+    fields = dflash_fields()
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path)
+    seen, request = watched(head), Asked(list(range(10)))
+    assert head.most_for(request) == 0
+    teach(head, request, 0, 7)
+    assert head.most_for(request) == 0  # positions 7 and 8 are to come
+    teach(head, request, 7, 9)
+    assert head.most_for(request) == head.most
+    request.tokens += [1, 2, 3, 4]
+    teach(head, request, 11, 13)  # 9 and 10 never come
+    assert head.most_for(request) == head.most
+    [found] = asked(head, seen, [request])
+    close(found, expected(fields, tensors, head, request, base=11))
+
+
+def test_dflash_long_prompts_do_not_wait_as_features(tmp_path):
+    fields = dflash_fields()
+    tensors = dflash_tensors(fields)
+    head = opened(fields, tensors, tmp_path)
+    head.CHUNK = 8
+    request = Asked(list(range(30)))
+    for at in range(0, 29, 5):
+        teach(head, request, at, min(at + 5, 29))
+        head.keep([request])
+        held = head.held[request]
+        assert held.pending == sum(len(part[0]) for part in held.features) < 8
+    [found] = asked(head, watched(head), [request])
+    close(found, expected(fields, tensors, head, request))
+
+
+def streams(target: model.Model, tokens: list[int]) -> list[torch.Tensor]:
+    """The residual stream after each layer of a llama, in plain PyTorch."""
+    config, x, n = target.config, target.embedding[tokens], len(tokens)
+    tensors, after = model.random(config).tensors, []
+    for i in range(len(target.layers)):
+        prefix = f"model.layers.{i}."
+        h = normed(x, tensors[prefix + "input_layernorm.weight"], config.eps)
+        q, k, v = ((h @ tensors[f"{prefix}self_attn.{m}_proj.weight"].T).unflatten(1, (-1, 8))
+                   for m in "qkv")  # fmt: skip
+        q, k = (turned(y, list(range(n)), 1e4) for y in (q, k))
+        sees = torch.ones(n, n, dtype=torch.bool).tril()
+        x = x + mixed(q, k, v, sees).flatten(1) @ tensors[prefix + "self_attn.o_proj.weight"].T
+        h = normed(x, tensors[prefix + "post_attention_layernorm.weight"], config.eps)
+        x = x + gated(h, tensors, prefix)
+        after.append(x)
+    return after
+
+
+def test_dflash_reads_the_stream_after_the_layers_it_names_and_in_their_order(tmp_path):
+    """vLLM once took the layer before: acceptance fell, and no test of tokens saw it."""
+    fields = dflash_fields()
+    tensors, target = dflash_tensors(fields), dflash_target()
+    head = opened(fields, tensors, tmp_path, target)
+    request = Asked([3, 1, 4, 1, 5, 9, 2, 6])
+    cache = kv_cache.ContiguousCache(target.config.specs, 1, 32)
+    step = cache.prepare([(tiny.request(request.tokens[:-1]), 7)])
+    _, tapped = target(step.tokens, step.positions, step, head.taps)
+    head.learn(request, 0, tapped)
+    [found] = asked(head, watched(head), [request])
+    after = streams(target, request.tokens[:-1])
+
+    def said(ids):
+        x = reference(fields, tensors, target, torch.cat([after[i] for i in ids], -1), 6)
+        return target.logits(x)[1:]
+
+    close(found, said([2, 0, 3]))
+    for wrong in ([1, 0, 2], [3, 1, 3], [0, 2, 3], [3, 0, 2]):
+        assert (found - said(wrong)).abs().max() > 1e-2
+
+
+# ---- how guesses are drawn
+
+
+def test_dflash_guesses_are_drawn_as_if_one_after_another(tmp_path):
+    """With penalties each guess depends on those before it; beliefs are what each was drawn from."""
+    from sample import distribution, draw, noise_key, sample
+
+    fields = dflash_fields()
+    head = opened(fields, dflash_tensors(fields), tmp_path)
+    some = {"temperature": 1.5, "presence_penalty": 4.0, "repetition_penalty": 3.0}
+    params = [{"temperature": 0.8}, some, {"temperature": 0, "frequency_penalty": 9.0}]
+    requests = [Asked([i] * (i + 4), 7 + i, SamplingParams(**p)) for i, p in enumerate(params)]
+    counts, seen = [4, 4, 3], watched(head)
+    for request in requests:
+        teach(head, request, 0, len(request.tokens) - 1)
+    plain = head.propose(requests, counts, row_of)
+    parts = seen[0].split(counts)
+    for request, draft, logits in zip(requests, plain, parts):
+        ids = []
+        for x in logits:
+            ids += sample(x[None], [row_of(request, ids)])[0]
+        assert draft.ids == ids and draft.beliefs is None
+    drafts = head.propose(requests, counts, lambda r, ids: row_of(r, ids, DRAFT))
+    for request, draft, logits in zip(requests, drafts, parts):
+        for j, x in enumerate(logits):
+            row = row_of(request, draft.ids[:j], DRAFT)
+            law, _ = distribution(x[None], [row])
+            assert torch.allclose(draft.beliefs[j], law[0])
+            assert draw(law, [noise_key(row.seed, DRAFT, row.position)]).tolist() == [draft.ids[j]]
+    greedy = parts[2].argmax(-1).tolist()
+    assert len(set(plain[2].ids)) == 3  # the penalty counts guesses, too
+    assert drafts[2].ids == plain[2].ids and (len(set(greedy)) == 3) <= (greedy == plain[2].ids)
+
+
+def test_dflash_a_draft_ends_before_logits_that_are_not_finite(tmp_path):
+    fields = dflash_fields()
+    head = opened(fields, dflash_tensors(fields), tmp_path)
+    requests = [Asked([1, 2, 3]), Asked([4, 5, 6], seed=1)]
+    for request in requests:
+        teach(head, request, 0, 2)
+    score = head._score
+
+    def broken(x):
+        logits = score(x)
+        logits[2] = torch.nan
+        return logits
+
+    whole = head.propose(requests, [4, 4], row_of)
+    head._score = broken
+    first, second = head.propose(requests, [4, 4], row_of)
+    assert (first.ids, second.ids) == (whole[0].ids[:2], whole[1].ids)
+    first, second = head.propose(requests, [4, 4], lambda r, ids: row_of(r, ids, DRAFT))
+    assert len(first.ids) == len(first.beliefs) == 2 and len(second.ids) == len(second.beliefs) == 4
+
+
+# ---- what a folder may hold
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_dflash_other_names_of_the_same_tensors(one, tmp_path):
+    fields = dflash_fields(layers=1 if one else 2)
+    tensors = dflash_tensors(fields)
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    names |= {"layers.0.": "midlayer."} if one else {}
+    other = {
+        next((new + n[len(old) :] for old, new in names.items() if n.startswith(old)), n): x
+        for n, x in tensors.items()
+    }
+    assert other.keys() != tensors.keys()
+    head, same = (opened(fields, t, tmp_path / str(i)) for i, t in enumerate((tensors, other)))
+    request = Asked(list(range(9)))
+    found = []
+    for each in (head, same):
+        teach(each, request, 0, 8)
+        found += asked(each, watched(each), [request])
+    assert torch.equal(*found)
+
+
+def test_dflash_own_embedding_and_reduced_vocabulary(tmp_path):
+    """A head of another width, that knows 40 ids: d2t is what to add to each of its rows."""
+    fields = dflash_fields(hidden_size=24, draft_vocab_size=40, input_embedding_scale=2.0)
+    tensors = dflash_tensors(fields)
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randperm(VOCAB, generator=draw)[:40].sort().values
+    extra = {
+        "embed_tokens.weight": torch.randn(VOCAB, 24, generator=draw),
+        "lm_head.weight": torch.randn(40, 24, generator=draw),
+        "d2t": ids - torch.arange(40),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True),
+    }
+    head = opened(fields, tensors | extra, tmp_path)
+    request = Asked(list(range(9)))
+    teach(head, request, 0, 8)
+    [found] = asked(head, watched(head), [request])
+
+    class Own:
+        embedding = extra["embed_tokens.weight"]
+
+    features = torch.cat([request.feature(i, 0, 8) for i in (2, 0, 3)], -1)
+    x = reference(fields, tensors, Own, features, 8, scale=2.0)
+    close(found[:, ids], (x @ extra["lm_head.weight"].T)[1:])
+    missing = [i for i in range(VOCAB) if i not in ids.tolist()]
+    assert (found[:, missing] == -torch.inf).all()
+    [draft] = head.propose([request], [4], lambda r, guesses: row_of(r, guesses, DRAFT))
+    assert set(draft.ids) <= set(ids.tolist()) and not draft.beliefs[:, missing].any()
+
+
+def test_dflash_which_layers_are_read_if_it_does_not_say():
+    """By hand: from layer 1 to the third from the end, evenly."""
+    from speculative import _features
+
+    class Target:
+        layers = [None] * 36
+
+    class Five:
+        specs = [None] * 5
+
+    class One:
+        specs = [None]
+
+    assert _features({}, Five, Target) == [1, 9, 17, 25, 33]
+    assert _features({}, One, Target) == [18]
+    assert _features({"target_layer_ids": [7, 3]}, Five, Target) == [7, 3]
+
+
+REFUSED = {  # name: (fields, words of the sentence)
+    "another architecture": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    "another family": ({"model_type": "llama"}, "model_type 'llama' of a DFlash head"),
+    "biases": ({"attention_bias": True}, "attention_bias True"),
+    "a cap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    "a multiplier": ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier 2.0"),
+    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias True"),
+    "pairs": ({"is_neox_style": False}, "is_neox_style False"),
+    "a selector": ({"dflash_config": {"selector_top_k": 16}}, "dflash_config: selector_top_k"),
+    "an own window": ({"dflash_config": {"use_swa": True}}, "use_swa True"),
+    "a window both ways": (
+        {"is_causal": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9,
+         "use_sliding_window": True}, "sliding_window 9: one in both directions",
+    ),
+    "no window": (
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+        "use_sliding_window is not true",
+    ),
+    "unknown layers": ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+    "no mask": ({"dflash_config": {"mask_token_id": None}}, "mask_token_id None is not an id"),
+    "mask behind the end": ({"dflash_config": {"mask_token_id": 96}}, "mask_token_id 96"),
+    "mask below 0": ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id -1"),
+    "layer behind the end": ({"dflash_config": {"target_layer_ids": [0, 1, 4]}}, "are 0 to 3"),
+    "layer below 0": ({"dflash_config": {"target_layer_ids": [0, 1, -1]}}, "are 0 to 3"),
+    "no layers": ({"dflash_config": {"target_layer_ids": []}}, "is not a list of layers"),
+    "a layer's name": ({"dflash_config": {"target_layer_ids": ["a"]}}, "is not a list of layers"),
+    "too few features": ({"dflash_config": {"target_layer_ids": [0, 1]}}, "fc.weight is [32, 96]"),
+    "a block of one": ({"block_size": 1}, "block_size 1 is not from 2 to 65"),
+    "a long block": ({"block_size": 66}, "block_size 66 is not from 2 to 65"),
+    "no block": ({"block_size": None}, "block_size is None"),
+    "another target": ({"num_target_layers": 36}, "num_target_layers 36: the target has 4"),
+    "a wide target": ({"target_hidden_size": 64}, "target_hidden_size 64: the target has 32"),
+    "another vocabulary": ({"vocab_size": 97}, "vocab_size 97: the target has 96"),
+    "a config of another shape": ({"dflash_config": [1]}, "dflash_config [1] is not an object"),
+    "a mode that is no mode": ({"is_causal": "yes"}, "is_causal is 'yes'"),
+    "one layer more": ({"num_hidden_layers": 3}, "no tensor layers.2.self_attn.q_proj.weight"),
+    "one layer less": ({"num_hidden_layers": 1}, "tensors that the model does not use: layers.1."),
+    "other heads": ({"head_dim": 8}, "layers.0.self_attn.q_proj.weight is [64, 32]"),
+    "another width": ({"hidden_size": 24}, "fc.weight is [32, 96]"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def door():
+    fields = dflash_fields()
+    return fields, dflash_tensors(fields), dflash_target()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_dflash_refuses(what, door, tmp_path):
+    (fields, tensors, target), (change, words) = door, REFUSED[what]
+    own = change.get("dflash_config")
+    if isinstance(own, dict):
+        change = change | {"dflash_config": fields["dflash_config"] | own}
+    folder = written(tmp_path, fields | change, tensors)
+    with pytest.raises(ValueError) as error:
+        load_dflash(str(folder), target)
+    message = str(error.value)
+    assert words in message and str(tmp_path) in message and "\n" not in message
+
+
+def test_dflash_refuses_what_is_wrong_with_its_tensors(door, tmp_path):
+    fields, tensors, target = door
+    for name in tensors:  # none may be missing
+        rest = {n: x for n, x in tensors.items() if n != name}
+        with pytest.raises(ValueError, match=f"no tensor {name}, of shape"):
+            load_dflash(str(written(tmp_path / "one", fields, rest)), target)
+    narrow = {n: torch.cat((x, x)) if n.startswith("layers.1.mlp.up") else x
+              for n, x in tensors.items()}  # fmt: skip
+    wrong = {
+        "is [96, 32], config.json makes it [48, 32]": narrow,
+        "does not use: layers.0.self_attn.g_proj.weight": tensors
+        | {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 32)},
+        "does not use: layers.0.self_attn.qkv_proj.weight": tensors
+        | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(4, 32)},
+        "does not use: layers.0.attention_conv.base_kernel": tensors
+        | {"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)},
+        "lm_head.weight is [5, 32]": tensors | {"lm_head.weight": torch.zeros(5, 32)},
+    }
+    for words, them in wrong.items():
+        with pytest.raises(ValueError) as error:
+            load_dflash(str(written(tmp_path / "two", fields, them)), target)
+        assert words in str(error.value)
+    reduced = tensors | {"lm_head.weight": torch.zeros(3, 32), "d2t": torch.tensor([0, 0, 94])}
+    folder = str(written(tmp_path / "three", fields | {"draft_vocab_size": 3}, reduced))
+    with pytest.raises(ValueError, match="d2t makes ids from 0 to 96: the target has 96"):
+        load_dflash(folder, target)
+    small = fields | {"hidden_size": 24}
+    folder = str(written(tmp_path / "four", small, dflash_tensors(small)))
+    with pytest.raises(ValueError, match="hidden_size 24 is not the target's 32, and embed_tokens"):
+        load_dflash(folder, target)
+
+
+def test_dflash_refuses_broken_files(door, tmp_path):
+    fields, tensors, target = door
+    folder = written(tmp_path / "head", fields, tensors)
+    assert drafter(f"dflash:{folder}", target, None).most == BLOCK - 1
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="mask_embedding.pt is a pickle"):
+        load_dflash(str(folder), target)
+    (folder / "mask_embedding.pt").unlink()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated or not safetensors"):
+        load_dflash(str(folder), target)
+    file.unlink()
+    with pytest.raises(ValueError, match="no .*safetensors file"):
+        load_dflash(str(folder), target)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable as JSON"):
+        load_dflash(str(folder), target)
+    with pytest.raises(ValueError, match="no such folder"):
+        load_dflash(str(tmp_path / "nowhere"), target)
+    with pytest.raises(ValueError, match="dflash:PATH"):
+        drafter("dflash", target, None)

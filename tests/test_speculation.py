@@ -1,13 +1,17 @@
 """speculative.py in the engine: guesses change how long a text takes, and nothing else."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import model
 from generate import Engine, SamplingParams
-from speculative import Draft, Drafter
+from speculative import DFlash, Draft, Drafter, load_dflash
+from test_speculative import (
+    close, cycle, cyclic, dflash_fields, dflash_tensors, fitted, taps_of, watched, written,
+)  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
@@ -81,3 +85,130 @@ def test_guesses_change_nothing_that_comes_out(family, how):
         assert tally.accepted == tally.guesses > 0
     if how == "wrong":
         assert tally.accepted == 0 < tally.guesses
+
+
+# ---------------------------------------------------------------- DFlash
+
+DFLASH = {  # family: its layers, whose features a head reads, memory that requests contend for
+    "qwen3": (3, [2, 0, 1], 2**17),
+    "qwen2_sliding": (3, [2, 0, 1], 7 * 2**13),
+    "qwen3_5_text": (4, [3, 0, 2], 5 * 2**14),
+}
+BASE = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+
+
+def dflash_head(family: str, folder: Path) -> Path:
+    layers, ids, _ = DFLASH[family]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    own = {"dflash_config": {"target_layer_ids": ids}, "num_target_layers": layers}
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    fields = dflash_fields(**kinds, **own, **small, use_sliding_window=True)
+    return written(folder, fields, dflash_tensors(fields))
+
+
+def shared_work(vocab: int, count: int = 5) -> list:
+    """Requests of a common beginning, some greedy, some seeded, one of two samples."""
+    work, common = workload(vocab, count=count), [7 + i for i in range(20)]
+    return [(common[: 20 * (i % 2)] + prompt, params) for i, (prompt, params) in enumerate(work)]
+
+
+@pytest.mark.parametrize("family", DFLASH)
+def test_dflash_changes_nothing_that_comes_out(family, tmp_path):
+    """Greedy and seeded, in chunks, preempted, with prefix hits, not all in the head's cache."""
+    data, path = checkpoint(family), dflash_head(family, tmp_path)
+    work = shared_work(data.config.vocab, 8)
+    plain = served(Engine(data, **BASE), work)
+    crowded = {"budget": 9, "max_running": 6, "max_len": 64, "kv_memory": DFLASH[family][2]}
+    engine = Engine(data, **BASE | crowded, speculative=f"dflash:{path}", spec_tokens=4)
+    assert served(engine, work) == plain
+    assert served(engine, work) == plain
+    assert engine.speculation.tally.guesses > 200
+    assert engine.counts.preemptions > 0 < engine.counts.reused_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [("reject", {}), ("sample", {"budget": 7}), ("reject", {"max_running": 1})],
+)
+@pytest.mark.parametrize("family", DFLASH)
+def test_dflash_changes_nothing_under_other_settings(family, rule, settings, tmp_path):
+    """Under "reject" greedy texts are the same, too."""
+    data, path = checkpoint(family), dflash_head(family, tmp_path)
+    work = shared_work(data.config.vocab, 8)
+    if rule == "reject":
+        work = [(prompt, replace(params, temperature=0)) for prompt, params in work]
+    if "max_running" in settings:
+        work = [(prompt, replace(params, n=1)) for prompt, params in work]
+    plain = served(Engine(data, **BASE), work)
+    settings = BASE | settings | {"speculative": f"dflash:{path}", "verify": rule}
+    engine = Engine(data, **settings, spec_tokens=4)
+    assert served(engine, work) == plain
+    assert engine.speculation.tally.guesses > 200
+    free = Engine(data, **settings)  # as many as it thinks worth it
+    assert served(free, work) == plain
+
+
+def told(head: DFlash, fresh: DFlash, answers: dict) -> list:
+    """Let a head say in every other round what comes, so that guesses are accepted; what it would
+    have said is compared with a head that learns all at once. Gives the bases of what it held."""
+    propose, seen, other, bases = head.propose, watched(head), watched(fresh), []
+
+    def checked(requests, counts, rows):
+        seen.clear()
+        drafts = propose(requests, counts, rows)
+        for request, draft, found in zip(requests, drafts, seen[0].split(counts)):
+            bases.append(head.held[request].base)
+            taps = taps_of(head.target, request.tokens[:-1], head.taps)
+            fresh.learn(request, bases[-1], [x[bases[-1] :] for x in taps])
+            other.clear()
+            fresh.propose([request], [len(found)], rows)
+            close(found, other[0], 1e-3)
+            fresh.keep([])
+            if len(bases) % 2:
+                known = answers[tuple(request.tokens[: request.prompt_tokens]), request.index]
+                draft.ids = known[len(request.tokens) :][: len(found)]
+        return drafts
+
+    head.propose = checked
+    return bases
+
+
+FAMILIES = [name if name == "qwen3_5_text" else pytest.param(name, marks=pytest.mark.slow)
+            for name in DFLASH]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dflash_knows_in_the_engine_what_it_would_know_by_itself(family, tmp_path):
+    """Chunks, batches, accepted and rejected guesses, prefix hits: the context is always right."""
+    data, path = checkpoint(family), dflash_head(family, tmp_path)
+    work = shared_work(data.config.vocab)[:4]
+    plain = served(Engine(data, **BASE), work)
+    answers = {(tuple(tokens[:n]), index): tokens for n, index, tokens, _ in plain}
+    settings = BASE | {"budget": 9, "kv_memory": 2**18, "max_len": 64, "max_running": 3}
+    engine = Engine(data, **settings, speculative=f"dflash:{path}", spec_tokens=4)
+    fresh = load_dflash(str(path), model.Model(data.config, data.tensors))
+    fresh.open(1, 64)
+    bases = told(engine.speculation.drafter, fresh, answers)
+    assert served(engine, work) == plain
+    assert served(engine, work) == plain
+    tally = engine.speculation.tally
+    assert 0 < tally.accepted < tally.guesses
+    assert any(bases) and not all(bases)
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    return fitted(cyclic())
+
+
+@pytest.mark.parametrize("rule", ["sample", "reject"])
+def test_dflash_that_learnt_its_target_is_accepted(rule, learnt, tmp_path):
+    data, path = cyclic(), written(tmp_path, *learnt)
+    params = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4}]
+    work = [(cycle(i, 9 + i), SamplingParams(max_tokens=61, ignore_eos=True, **p))
+            for i, p in enumerate(params)]  # fmt: skip
+    engine = Engine(data, **BASE, speculative=f"dflash:{path}", spec_tokens=4, verify=rule)
+    assert served(engine, work) == served(Engine(data, **BASE), work)
+    tally = engine.speculation.tally
+    assert tally.accepted > 0.95 * tally.guesses and tally.a_round > 4

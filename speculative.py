@@ -467,12 +467,10 @@ class DFlash(Cached):
         self.scale = kv_cache.number(_fields(fields), "input_embedding_scale", 1.0)
         take = Take({_plain_name(x): t for x, t in tensors.items()}, self.device, self.dtype)
         E, V, inner = config.width, target.config.vocab, len(ids) * target.config.width
-        found = (
-            tuple(take.tensors["fc.weight"].shape) if "fc.weight" in take.tensors else (E, inner)
-        )
-        if found != (E, inner):
+        fc = take.tensors.get("fc.weight")
+        if fc is not None and fc.shape != (E, inner):
             raise ValueError(
-                f"fc.weight is {list(found)}, but {len(ids)} features of {target.config.width}"
+                f"fc.weight is {list(fc.shape)}, but {len(ids)} features of {target.config.width}"
                 f" numbers to {E} make it {[E, inner]}"
             )
         self.fc, _ = take.linear(["fc"], (E,), inner, False)
@@ -669,7 +667,7 @@ def _fields(fields: dict) -> dict:
     own = fields.get("dflash_config") or {}
     if not isinstance(own, dict):
         raise ValueError(f"dflash_config {own!r} is not an object")
-    return fields | own
+    return fields | {name: value for name, value in own.items() if value is not None}
 
 
 def _refuse_dflash(fields: dict, config: Config, target: Model):
@@ -731,16 +729,18 @@ def _features(fields: dict, config: Config, target: Model) -> list[int]:
 
 
 def _causal(fields: dict, config: Config) -> list[bool]:
-    """Which layers are causal within the block: as it is said of all, else those that slide."""
+    """Which layers are causal within the block: as is said of all, or else those that slide."""
     both = _fields(fields)
     named = [name for name in ("causal", "is_causal") if both.get(name) is not None]
-    said = kv_cache.flag(both, named[0]) if named else None
+    said = {kv_cache.flag(both, name) for name in named}
     windows = [spec.window for spec in config.specs]
+    if len(said) > 1:
+        raise ValueError(f"causal {both['causal']} and is_causal {both['is_causal']} disagree")
     if "sliding_attention" in (fields.get("layer_types") or ()) and not any(windows):
         raise ValueError("layer_types has sliding_attention, but use_sliding_window is not true")
-    if said is False and any(windows):
+    if said == {False} and any(windows):
         raise ValueError(f"sliding_window {max(windows)}: one in both directions is not known here")
-    return [window > 0 if said is None else said for window in windows]
+    return [True in said if said else window > 0 for window in windows]
 
 
 # ---------------------------------------------------------------- when it pays

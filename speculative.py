@@ -360,7 +360,7 @@ class Chained(Cached):
         score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
     """
 
-    CHUNK = 512  # rows that wait before they are computed without being asked for
+    CHUNK = 512  # rows of a request that wait before they are computed without being asked for
 
     def learn(self, request, start, features):
         if request in self.held and self.held[request].seen != start:  # some were not for it
@@ -372,27 +372,27 @@ class Chained(Cached):
 
     def keep(self, requests):
         super().keep(requests)
-        for request, held in self.held.items():
-            if held.pending >= self.CHUNK:
-                self._catch_up([request])
+        long = [r for r, held in self.held.items() if held.pending > self.CHUNK]
+        if long:
+            self._catch_up(long, leave=1)  # a row must be left to guess from
 
     def most_for(self, request):
         held = self.held.get(request)
         ready = held is not None and held.pending and held.seen == len(request.tokens) - 1
         return self.most if ready else 0
 
-    def _catch_up(self, requests: list) -> tuple[Tensor, Tensor]:
-        """Put what was learnt into the cache: of each request's last row what `run` gives."""
+    def _catch_up(self, requests: list, leave: int = 0) -> tuple[Tensor, Tensor]:
+        """Put what was learnt into the cache, but for the last rows of each request that are to
+        be left: of the last row that is computed of each what `run` gives."""
         work, features = [], []
         for request in requests:
             held = self.held[request]
-            first = held.base + held.computed + 1
-            # the token after the last position may not be known yet, in the middle of a prompt
-            n = min(held.pending, len(request.tokens) - first)
+            n, first = held.pending - leave, held.base + held.computed + 1
+            assert first + n <= len(request.tokens), "a feature whose next token is not known"
             parts = [torch.cat(part) for part in zip(*held.features)]
             features.append([part[:n] for part in parts])
-            held.features = [[part[n:] for part in parts]] if n < held.pending else []
-            held.pending -= n
+            held.features = [[part[n:].clone() for part in parts]] if leave else []
+            held.pending = leave
             work.append((held, request.tokens[first : first + n]))
         step = self.prepare(work)
         fused = self.fuse([torch.cat(part) for part in zip(*features)])

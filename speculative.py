@@ -35,14 +35,17 @@ Imports       kernels, kv_cache, model, sample.
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+import kernels
 import kv_cache
+import model as models
 from kv_cache import LayerSpec, Segment, Step
-from model import Checkpoint, Model
+from model import Checkpoint, Config, Model
 from sample import (
     ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
 )  # fmt: skip
@@ -428,6 +431,134 @@ class Chained(Cached):
         return drafts
 
 
+class MTP(Chained):
+    """The head that some checkpoints bring, trained with the model (multi-token prediction,
+    DeepSeek-AI 2412.19437): of the target's final hidden state at position i and of token i + 1
+    one more layer, of the target's own attending kind, makes the hidden state at i + 1, or what
+    it takes for it. The target's embedding and head are used with it.
+
+        fc [norm(embedding of token i + 1) ; norm(hidden i)] -> layer -> norm -> hidden, logits
+
+    It turns keys by position i, at which the layer's own norm, attention and MLP see the pair.
+    What it goes on from is its own hidden state after the last norm, for the target's was normed.
+    (vLLM makes DeepSeek's embedding at position 0 zero. That is not done here.)
+
+    ValueError: the checkpoint has no such head, lacks a part of it, or has more than one layer.
+    """
+
+    name, hidden = "mtp", True
+
+    def __init__(self, target: Model, checkpoint: Checkpoint):
+        config, tensors = target.config, checkpoint.tensors
+        names, spec = head_names(config, tensors), draft_spec(config)
+        routed = any(name.startswith(names[LAYER] + "mlp.experts.") for name in tensors)
+        self.config = replace(
+            config, specs=(spec,), rope_of=(0,), expert_layers=(0,) if routed else ()
+        )
+        super().__init__(target, self.config.specs)
+        self.embedding, self.head = target.embedding, target.head
+        own = head_tensors(self.config, names, tensors)
+        take, E = models.Take(own, self.device, self.dtype), config.width
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            take.norm(name, E, config) for name in ("embedding_norm", "hidden_norm", "norm")
+        )
+        self.fc, _ = take.linear(["fc"], (E,), 2 * E, False, plain=True)
+        before, after = (take.norm(LAYER + x, E, config) for x in models.layer_norms(config))
+        mixer = models.MIXERS[spec.kind](take, 0, self.config)
+        mlp = (models.Experts if routed else models.MLP)(take, LAYER + "mlp.", self.config)
+        self.layer = models.Layer(before, mixer, after, mlp)
+        if "embedding.weight" in own:
+            self.embedding = take("embedding.weight", (config.vocab, E))
+        if "head.weight" in own:
+            self.head, _ = take.linear(["head"], (config.vocab,), E, False, plain=True)
+        take.finish()
+
+    def fuse(self, features):
+        return features[0]
+
+    def run(self, features, tokens, step):
+        eps, layer = self.config.eps, self.layer
+        e = kernels.rms_norm(self.embedding[tokens], self.embedding_norm, eps)
+        h = kernels.rms_norm(features, self.hidden_norm, eps)
+        x = kernels.linear(torch.cat((e, h), -1), self.fc)
+        tables = [kernels.rope_tables(step.positions, *turn) for turn in self.target.turns]
+        mixed = layer.mixer(kernels.rms_norm(x, layer.norm, eps), tables, step)
+        x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
+        _, hidden = kernels.add_norm(x, layer.mlp(normed), self.norm, eps)
+        return hidden, hidden
+
+    def score(self, x):
+        return kernels.linear(x, self.head)
+
+
+LAYER = "model.layers.0."  # where the head's layer is for the classes that a model is made of
+DEEPSEEK = {  # of an MTP head -> its name in the checkpoint, after model.layers.N.
+    "fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm",
+    "norm": "shared_head.norm", LAYER: "", "embedding": "embed_tokens", "head": "shared_head.head",
+}  # fmt: skip
+QWEN = {  # the same after mtp.
+    "fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm", LAYER: "layers.0.",
+}  # fmt: skip
+TWICE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}  # may be copies
+
+
+def draft_spec(config: Config) -> LayerSpec:
+    """The head's layer keeps what the target's last attention keeps."""
+    return next(spec for spec in config.specs[::-1] if spec.kind != "linear")
+
+
+def head_names(config: Config, tensors: Mapping) -> dict[str, str]:
+    """Part of the MTP head -> what its names begin with in the checkpoint, by the target's kind."""
+    if draft_spec(config).kind in ("latent", "sparse"):
+        prefixes, names = config.ignored, DEEPSEEK
+    elif config.gate:
+        layers = [name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")]
+        prefixes, names = ["mtp."] * max(len(set(layers)), 1), QWEN
+    else:
+        raise ValueError("mtp: heads of DeepSeek-V3 and Qwen3-Next are known, the model is neither")
+    if not prefixes:
+        raise ValueError("mtp: the model was made without a head (num_nextn_predict_layers is 0)")
+    if len(prefixes) > 1:
+        raise ValueError(f"mtp: a head of {len(prefixes)} layers is not known, only one of 1")
+    return {part: prefixes[0] + name for part, name in names.items()}
+
+
+def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dict[str, Tensor]:
+    """The MTP head's tensors by its parts' own names; of copies of the target's only those that
+    differ. Each of the checkpoint's is consumed, and has the shape that the config makes it."""
+    E, V = config.width, config.vocab
+    shapes = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (E,))
+    shapes |= {"fc.weight": (E, 2 * E)} | {f"{part}.weight": (V, E) for part in TWICE}
+    shapes |= {n: x for n, x in models.shapes(config).items() if n.startswith(LAYER)}
+    prefix = names["fc"].rpartition(".")[0] + "."
+    left = {name for name in tensors if name.startswith(prefix)}
+    own = {}
+    for name, shape in shapes.items():
+        part = LAYER if name.startswith(LAYER) else name.partition(".")[0]
+        theirs = names.get(part, "") + name.removeprefix(part)
+        if part in TWICE and theirs not in left:
+            continue
+        if theirs not in left:
+            raise ValueError(
+                f"the checkpoint has no {theirs}: many re-uploads lack the head that mtp is"
+            )
+        if tuple(tensors[theirs].shape) != shape:
+            found = list(tensors[theirs].shape)
+            raise ValueError(f"{theirs} is {found}, config.json makes it {list(shape)}")
+        left.discard(theirs)
+        if part not in TWICE or not _copied(tensors[theirs], TWICE[part], tensors):
+            own[name] = tensors[theirs]
+    if unknown := sorted(x for x in left if not x.endswith(".rotary_emb.inv_freq")):
+        raise ValueError(f"mtp: {unknown[0]} is not known in a head of this kind")
+    return own
+
+
+def _copied(tensor: Tensor, name: str, tensors: Mapping) -> bool:
+    """Whether a tensor is the target's of that name, or without one its tied embedding."""
+    return torch.equal(tensor, tensors.get(name, tensors[TWICE["embedding"]]))
+
+
 # ---------------------------------------------------------------- when it pays
 
 
@@ -710,6 +841,7 @@ MOST = 64  # guesses a round
 
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "mtp": lambda path, target, checkpoint: MTP(target, checkpoint),
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

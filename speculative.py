@@ -451,7 +451,8 @@ class MTP(Chained):
     def __init__(self, target: Model, checkpoint: Checkpoint):
         config, tensors = target.config, checkpoint.tensors
         names, spec = head_names(config, tensors), draft_spec(config)
-        routed = any(name.startswith(names[LAYER] + "mlp.experts.") for name in tensors)
+        router = f"{names[LAYER]}mlp.gate.", f"{names[LAYER]}mlp.experts."
+        routed = any(name.startswith(router) for name in tensors)
         self.config = replace(
             config, specs=(spec,), rope_of=(0,), expert_layers=(0,) if routed else ()
         )
@@ -516,7 +517,10 @@ def head_names(config: Config, tensors: Mapping) -> dict[str, str]:
         layers = [name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")]
         prefixes, names = ["mtp."] * max(len(set(layers)), 1), QWEN
     else:
-        raise ValueError("mtp: heads of DeepSeek-V3 and Qwen3-Next are known, the model is neither")
+        raise ValueError(
+            "mtp: a head of DeepSeek-V3's or Qwen3-Next's kind is needed, and the model is of"
+            " another kind"
+        )
     if not prefixes:
         raise ValueError("mtp: the model was made without a head (num_nextn_predict_layers is 0)")
     if len(prefixes) > 1:

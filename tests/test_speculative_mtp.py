@@ -371,3 +371,182 @@ def test_several_requests_are_guessed_for_as_each_alone(family):
     for own, theirs in zip(logits, wanted):
         assert close(own, theirs)
     drafter.slots.check(list(drafter.held.values()))
+
+
+@torch.inference_mode()
+def test_under_reject_each_guess_comes_with_the_law_it_was_drawn_from():
+    drafter, formula = head_of("qwen3_next")
+    tokens, features = work(random.Random(6), 12)
+    request = Asked(tokens)
+    params = SamplingParams(temperature=0.7).with_defaults({})
+
+    def drafted(request, guesses):
+        place = len(request.tokens) + len(guesses)
+        return Row(params, 5, place, request.tokens + guesses, domain=speculative.DRAFT)
+
+    drafter.learn(request, 0, [features])
+    drafter.heard.clear()
+    (draft,) = drafter.propose([request], [3], drafted)
+    assert len(draft.ids) == 3 and draft.beliefs.shape == (3, 96)
+    for logits, belief in zip(drafter.heard, draft.beliefs):
+        assert close(belief, (logits[0].double() / 0.7).softmax(-1), 1e-6)
+    first = formula.chain(features, tokens[1:], 1)[0]
+    assert close(draft.beliefs[0], (first / 0.7).softmax(-1), 1e-3)
+
+
+# ---------------------------------------------------------------- slots
+
+
+@torch.inference_mode()
+def test_who_finds_no_slot_is_not_guessed_for_until_there_is_one():
+    drafter, formula = head_of("qwen3_5_text", slots=1)
+    draw = random.Random(8)
+    (one, features), (two, more) = work(draw, 10), work(draw, 20)
+    first, second = Asked(one), Asked(two)
+    drafter.learn(first, 0, [features])
+    drafter.learn(second, 0, [more[:12]])
+    assert (drafter.most_for(first), drafter.most_for(second)) == (drafter.most, 0)
+    drafter.keep([second])  # the first one ended
+    assert drafter.slots.held == 0 and not drafter.held
+    drafter.learn(second, 12, [more[12:]])
+    assert drafter.most_for(second) == drafter.most
+    (logits,), _ = guessed(drafter, [second], [2])
+    assert close(logits, formula.chain(more[12:], two[13:], 2, 12))
+    drafter.slots.check(list(drafter.held.values()))
+    drafter.keep([])
+    assert drafter.slots.held == 0
+
+
+@torch.inference_mode()
+def test_nobody_is_guessed_for_whose_last_features_are_not_known():
+    drafter, _ = head_of("qwen3_5_text")
+    tokens, features = work(random.Random(9), 10)
+    request = Asked(tokens)
+    assert drafter.most_for(request) == 0
+    for n in range(9):  # in its prompt
+        drafter.learn(request, n, [features[n : n + 1]])
+        assert drafter.most_for(request) == (drafter.most if n == 8 else 0)
+    request.tokens += [3, 4]  # a grammar left no choice: two more rows come first
+    assert drafter.most_for(request) == 0
+    drafter.keep([request])
+    drafter.learn(request, 9, [features[:2]])
+    assert drafter.most_for(request) == drafter.most
+    drafter.propose([request], [2], row)
+    assert drafter.most_for(request) == 0  # nothing is new
+    drafter.learn(request, 11, [features[:0]])  # no row of it stayed
+    assert drafter.most_for(request) == 0 and drafter.held[request].computed == 11
+
+
+# ---------------------------------------------------------------- what a checkpoint brings
+
+
+def made(checkpoint):
+    return speculative.drafter(
+        "mtp", model.Model(checkpoint.config, checkpoint.tensors), checkpoint
+    )
+
+
+def changed(family: str, **tensors):
+    """A checkpoint with a head, some tensors of it replaced, or gone (None). Dots are __."""
+    checkpoint = with_head(model.load(GOLDEN / family))
+    for name, x in tensors.items():
+        if x is None:
+            del checkpoint.tensors[name]
+        else:
+            checkpoint.tensors[name] = x
+    return checkpoint
+
+
+COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+
+
+def test_a_head_shares_the_target_s_embedding_and_head_unless_it_has_others():
+    copied, absent = changed("deepseek_v3"), changed("deepseek_v3", **dict.fromkeys(COPIES))
+    for checkpoint in (copied, absent, changed("qwen3_5_text")):
+        drafter = made(checkpoint)
+        assert drafter.embedding is drafter.target.embedding
+        assert drafter.head is drafter.target.head
+    draw = torch.Generator().manual_seed(1)
+    others = {name: torch.randn(96, 32, generator=draw) for name in COPIES}
+    checkpoint = changed("deepseek_v3", **others)
+    drafter, formula = made(checkpoint), Formula("deepseek_v3", checkpoint.tensors)
+    drafter.open(1, 64)
+    tokens, features = work(random.Random(7), 9)
+    with torch.inference_mode():
+        step = drafter.prepare([(drafter.hold("it"), tokens[1:])])
+        state, _ = drafter.run(features, step.tokens, step)
+        wanted = formula.states(features, tokens[1:])
+        assert close(state, wanted) and close(drafter.score(state), wanted @ formula.head.T)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_head_is_needed_and_named_if_it_is_missing(family):
+    checkpoint = with_head(model.load(GOLDEN / family))
+    target = model.Model(checkpoint.config, checkpoint.tensors)
+    whole = checkpoint.tensors
+    own = [name for name in whole if name.startswith(checkpoint.config.ignored)]
+    needed = [name for name in own if not name.endswith(("embed_tokens.weight", ".head.weight"))]
+    assert len(needed) > 12
+    for name in needed:
+        checkpoint.tensors = {key: x for key, x in whole.items() if key != name}
+        with pytest.raises(ValueError, match=f"^the checkpoint has no {name}: many re-uploads"):
+            speculative.drafter("mtp", target, checkpoint)
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_without_a_head_nothing_begins(family):
+    with pytest.raises(ValueError, match="the checkpoint has no .*: many re-uploads lack"):
+        made(model.load(GOLDEN / family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama3"])
+def test_families_without_known_heads_are_refused(family):
+    with pytest.raises(ValueError, match="^mtp: a head of DeepSeek-V3's or Qwen3-Next's kind"):
+        made(model.load(GOLDEN / family))
+
+
+def test_heads_of_another_shape_are_refused_by_name():
+    more = {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}
+    with pytest.raises(ValueError, match="mtp: a head of 2 layers is not known, only one of 1"):
+        made(changed("qwen3_next", **more))
+    with pytest.raises(ValueError, match="mtp: mtp.embed_tokens.weight is not known in a head"):
+        made(changed("qwen3_next", **{"mtp.embed_tokens.weight": torch.ones(96, 32)}))
+    with pytest.raises(ValueError, match=r"mtp.fc.weight is \[32, 32\], .* makes it \[32, 64\]"):
+        made(changed("qwen3_next", **{"mtp.fc.weight": torch.ones(32, 32)}))
+    wrong = {"model.layers.3.self_attn.q_b_proj.weight": torch.ones(72, 8)}
+    with pytest.raises(ValueError, match=r"^model.layers.3.self_attn.q_b_proj.weight is \[72, 8\]"):
+        made(changed("deepseek_v3", **wrong))
+    made(changed("deepseek_v3", **{"model.layers.3.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_no_further_layer_or_several_are_refused(count):
+    raw = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    checkpoint = model.load(GOLDEN / "deepseek_v3")
+    checkpoint.config = model.Config.from_hf(raw | {"num_nextn_predict_layers": count})
+    wanted = {0: r"without a head \(num_nextn_predict_layers is 0\)", 2: "of 2 layers is not known"}
+    with pytest.raises(ValueError, match=wanted[count]):
+        made(checkpoint)
+
+
+def test_a_head_whose_mlp_is_dense_is_read_as_such():
+    checkpoint = changed("qwen3_next")
+    inner = "mtp.layers.0.mlp."
+    for name in [x for x in checkpoint.tensors if x.startswith(inner)]:
+        del checkpoint.tensors[name]
+    draw = torch.Generator().manual_seed(2)
+    for name, shape in (("gate", (48, 32)), ("up", (48, 32)), ("down", (32, 48))):
+        checkpoint.tensors[f"{inner}{name}_proj.weight"] = torch.randn(shape, generator=draw) / 6
+    drafter, formula = made(checkpoint), Formula("qwen3_next", checkpoint.tensors)
+    drafter.open(1, 64)
+    tokens, features = work(random.Random(7), 9)
+    with torch.inference_mode():
+        step = drafter.prepare([(drafter.hold("it"), tokens[1:])])
+        state, _ = drafter.run(features, step.tokens, step)
+        assert close(state, formula.states(features, tokens[1:]))
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_its_cache_takes_what_it_says(family):
+    drafter, _ = head_of(family, slots=3)
+    assert 3 * drafter.slot_bytes(64) == drafter.cache.nbytes

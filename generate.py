@@ -521,12 +521,13 @@ class Engine:
 
         try:
             with self.on_device:
+                sizes = [n for n in speculative.SIZES if n <= most]
                 for own in made:
                     if self.manager.grow(own, prompt):
                         self._compute([(own, prompt)])
                     own.computed = prompt
-                sizes = [n for n in speculative.SIZES if n <= most]
-                points = {n: seconds(made[:1], n) for n in sizes}
+                    if own is made[0]:  # before the others, who may fill a small cache
+                        points = {n: seconds(made[:1], n) for n in sizes}
                 several = seconds(made, 8 // count) if 8 in sizes else 0.0
         finally:
             for own in made:

@@ -8,6 +8,7 @@ import pytest
 import model
 from generate import Engine, SamplingParams
 from speculative import Draft, Drafter
+from tiny import with_head
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
@@ -81,3 +82,59 @@ def test_guesses_change_nothing_that_comes_out(family, how):
         assert tally.accepted == tally.guesses > 0
     if how == "wrong":
         assert tally.accepted == 0 < tally.guesses
+
+
+# ---------------------------------------------------------------- the checkpoint's own head
+
+HEADED = ["deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5_text"]
+BASE = {"device": "cpu", "dtype": "float32", "block_size": 8}
+
+
+def aware(engine: Engine, work, each=lambda step: None) -> list:
+    """`served`, and each slot of the drafter's cache belongs to one running request or to none."""
+    drafter, steps = engine.speculation.drafter, 0
+    requests = [engine.add(prompt, params) for prompt, params in work]
+    while engine.scheduler.busy:
+        each(steps)
+        engine.step()
+        engine.check()
+        drafter.slots.check(list(drafter.held.values()))
+        assert drafter.held.keys() <= set(engine.scheduler.running)
+        for request, held in drafter.held.items():
+            assert held.seen <= request.computed and sum(len(x[0]) for x in held.features) == (
+                held.pending
+            )
+        steps += 1
+    assert engine.manager.held == drafter.slots.held == 0 and not drafter.held
+    members = [one for r in requests for one in r.family]
+    return [(one.prompt_tokens, one.index, one.tokens, one.finish_reason) for one in members]
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_a_head_changes_nothing_that_comes_out(family):
+    data = with_head(checkpoint(family))
+    work = workload(data.config.vocab, count=6)
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    whole = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3)
+    assert aware(whole, work) == plain
+    assert whole.speculation.tally.guesses > 40
+    assert aware(whole, work) == plain  # their prompts are cached now: the head begins after them
+    assert whole.counts.reused_tokens > 0
+    chunked = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3, budget=7)
+    assert aware(chunked, work) == plain
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_a_head_and_a_cache_that_is_too_small_change_nothing(family):
+    data = with_head(checkpoint(family))
+    work = workload(data.config.vocab, seed=1, count=6)
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3)
+
+    def preempt(step):
+        if step % 4 == 3:
+            for request in engine.scheduler.running[::-1][:2]:
+                engine.scheduler._preempt(request)
+
+    assert aware(engine, work, preempt) == plain
+    assert engine.counts.preemptions > 3

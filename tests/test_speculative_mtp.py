@@ -550,3 +550,12 @@ def test_a_head_whose_mlp_is_dense_is_read_as_such():
 def test_its_cache_takes_what_it_says(family):
     drafter, _ = head_of(family, slots=3)
     assert 3 * drafter.slot_bytes(64) == drafter.cache.nbytes
+
+
+def test_its_layer_is_like_the_one_that_attends_wherever_that_is():
+    """Of three layers the first attends, with biases; the others have states."""
+    checkpoint = with_head(model.load(GOLDEN / "qwen3_next_odd"))
+    assert [spec.kind for spec in checkpoint.config.specs] == ["full", "linear", "linear"]
+    drafter = made(checkpoint)
+    assert drafter.specs == checkpoint.config.specs[:1]
+    assert drafter.layer.mixer.qkv_bias is not None

@@ -375,9 +375,9 @@ class Chained(Cached):
 
     def keep(self, requests):
         super().keep(requests)
-        long = [r for r, held in self.held.items() if held.pending > self.CHUNK]
-        if long:
-            self._catch_up(long, leave=1)  # a row must be left to guess from
+        for request, held in self.held.items():
+            if held.pending > self.CHUNK:
+                self._catch_up([request], leave=1)  # a row must be left to guess from
 
     def most_for(self, request):
         held = self.held.get(request)
@@ -545,7 +545,7 @@ def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dic
             continue
         if theirs not in left:
             raise ValueError(
-                f"the checkpoint has no {theirs}: many re-uploads lack the head that mtp is"
+                f"the checkpoint has no {theirs}, a part of its MTP head, which many re-uploads lack"
             )
         if tuple(tensors[theirs].shape) != shape:
             found = list(tensors[theirs].shape)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import model
 import speculative
-from generate import Engine, SamplingParams
+from generate import Engine, SamplingParams, byte_checkpoint
 from kv_cache import LayerSpec
 from speculative import Draft, Drafter
 from tiny import with_head
@@ -211,6 +212,29 @@ def test_a_head_after_aborted_requests_leaks_nothing():
     ended = [(a, b) for a, b in zip(came, plain) if a[3] != "abort"]
     assert len(ended) > 3 and all(a == b for a, b in ended)
     assert all(b[2][: len(a[2])] == a[2] for a, b in zip(came, plain))
+
+
+def test_a_head_where_a_grammar_leaves_no_choice_changes_nothing():
+    """Forced tokens come several at a time: the head waits until the target has computed them."""
+    text = byte_checkpoint()
+    raw = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    config = model.Config.from_hf(raw | {"vocab_size": text.config.vocab})
+    data = replace(with_head(model.random(config, 0)), tokenizer=text.tokenizer)
+    form = {"regex": r"\{name: [a-z]{1,6}, age: (\d{1,3}|none)\}", "max_tokens": 40}
+    seeded = {"temperature": 1.0, "seed": 3}
+    work = [([5, 6], form | {"temperature": 0.0}), ([7], form | seeded), ([8] * 20, form | seeded)]
+    work.append(([9, 9], seeded | {"max_tokens": 20}))
+    work = [(prompt, SamplingParams(**params)) for prompt, params in work]
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3, budget=9)
+    forced = []
+
+    def note(step, requests):
+        running = engine.scheduler.running
+        forced.extend(r.missing for r in running if r.output and r.missing > 1)
+
+    assert aware(engine, work, note) == plain
+    assert len(forced) > 5 and engine.speculation.tally.guesses > 20
 
 
 # A model whose next token depends on the last one alone, and a head that knows it: of what it

@@ -489,13 +489,13 @@ def test_every_tensor_of_a_head_is_needed_and_named_if_it_is_missing(family):
     assert len(needed) > 12
     for name in needed:
         checkpoint.tensors = {key: x for key, x in whole.items() if key != name}
-        with pytest.raises(ValueError, match=f"^the checkpoint has no {name}: many re-uploads"):
+        with pytest.raises(ValueError, match=f"^the checkpoint has no {name}, a part of its MTP"):
             speculative.drafter("mtp", target, checkpoint)
 
 
 @pytest.mark.parametrize("family", TWO)
 def test_without_a_head_nothing_begins(family):
-    with pytest.raises(ValueError, match="the checkpoint has no .*: many re-uploads lack"):
+    with pytest.raises(ValueError, match="the checkpoint has no .*, which many re-uploads lack"):
         made(model.load(GOLDEN / family))
 
 

@@ -542,7 +542,7 @@ def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dic
         part = LAYER if name.startswith(LAYER) else name.partition(".")[0]
         theirs = names.get(part, "") + name.removeprefix(part)
         if part in TWICE and theirs not in left:
-            continue
+            continue  # it has none of its own
         if theirs not in left:
             raise ValueError(
                 f"the checkpoint has no {theirs}, a part of its MTP head, which many re-uploads lack"

@@ -113,6 +113,12 @@ def aware(engine: Engine, work, each=lambda step, requests: None) -> list:
     return [(one.prompt_tokens, one.index, one.tokens, one.finish_reason) for one in members]
 
 
+def slow_but(one: str, families: list[str]) -> list:
+    """One of them by default, the others among the slow tests."""
+    slow = [pytest.param(x, marks=pytest.mark.slow) for x in families if x != one]
+    return [one, *slow]
+
+
 class Chain(speculative.Chained):
     """The least that goes on by itself: attention without any weight, over the target's own."""
 
@@ -134,9 +140,7 @@ class Chain(speculative.Chained):
         return self.target.logits(x)
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3", *[pytest.param(x, marks=pytest.mark.slow) for x in KINDS[:-1]]]
-)
+@pytest.mark.parametrize("family", slow_but("gemma3", KINDS))
 def test_any_chain_of_guesses_changes_nothing(family):
     data = checkpoint(family)
     work = workload(data.config.vocab, count=8)
@@ -150,19 +154,17 @@ def test_any_chain_of_guesses_changes_nothing(family):
 
 # ---------------------------------------------------------------- the checkpoint's own head
 
-HEADED = ["deepseek_v3", "qwen3_next"]
-HEADED += [pytest.param(x, marks=pytest.mark.slow) for x in ("deepseek_v32", "qwen3_5_text")]
-HEADED += [pytest.param("deepseek_v3_yarn", marks=pytest.mark.slow)]
+HEADED = ["deepseek_v3", "deepseek_v32", "deepseek_v3_yarn", "qwen3_next", "qwen3_5_text"]
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", slow_but("qwen3_next", HEADED))
 def test_a_head_changes_nothing_that_comes_out(family):
     data = with_head(checkpoint(family))
-    work = workload(data.config.vocab, count=6)
+    work = workload(data.config.vocab, count=4)
     plain = served(Engine(data, **BASE, kv_memory=2**22), work)
     engine = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3, budget=40)
     assert aware(engine, work) == plain
-    assert engine.speculation.tally.guesses > 40
+    assert engine.speculation.tally.guesses > 30
     assert aware(engine, work) == plain  # their prompts are cached now: the head begins after them
     assert engine.counts.reused_tokens > 0
 
@@ -172,7 +174,7 @@ LITTLE = {"deepseek_v3": 60_000, "deepseek_v32": 60_000, "deepseek_v3_yarn": 40_
 LITTLE |= {"qwen3_next": 250_000, "qwen3_5_text": 130_000}
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", slow_but("deepseek_v3", HEADED))
 def test_a_head_in_little_memory_changes_nothing(family):
     data = with_head(checkpoint(family))
     work = workload(data.config.vocab, seed=1, count=6)
@@ -194,7 +196,7 @@ def test_a_head_in_little_memory_changes_nothing(family):
 
 def test_a_head_after_aborted_requests_leaks_nothing():
     data = with_head(checkpoint("deepseek_v3"))
-    work = [one for one in workload(data.config.vocab, seed=2, count=12) if one[1].n == 1]
+    work = [one for one in workload(data.config.vocab, seed=2, count=9) if one[1].n == 1]
     plain = served(Engine(data, **BASE, kv_memory=2**22), work)
     engine = Engine(
         data, **BASE, kv_memory=2**22, max_running=3, budget=9, speculative="mtp", spec_tokens=3
@@ -208,9 +210,9 @@ def test_a_head_after_aborted_requests_leaks_nothing():
                 engine.abort(request)
 
     came = aware(engine, work, abort)
-    assert len(gone) > 4
+    assert len(gone) > 3
     ended = [(a, b) for a, b in zip(came, plain) if a[3] != "abort"]
-    assert len(ended) > 3 and all(a == b for a, b in ended)
+    assert len(ended) > 2 and all(a == b for a, b in ended)
     assert all(b[2][: len(a[2])] == a[2] for a, b in zip(came, plain))
 
 
@@ -266,6 +268,10 @@ def cyclic(believed: str) -> model.Checkpoint:
 class Late(speculative.MTP):
     """Off by one: it is told of position i what the target computed at i - 1."""
 
+    def open(self, slots, max_len):
+        super().open(slots, max_len)
+        self.last: dict = {}
+
     def learn(self, request, start, features):
         before = self.last.get(request, torch.zeros(1, 32))
         self.last[request] = features[0][-1:]
@@ -285,11 +291,13 @@ class Early(speculative.MTP):
                 del request.tokens[0]
 
 
-@pytest.mark.parametrize("believed", ["token", "hidden"])
-@pytest.mark.parametrize("kind", [speculative.MTP, Late, Early])
+GOOD = [(speculative.MTP, "token"), (speculative.MTP, "hidden"), (Late, "token")]  # or unharmed
+OFF = [(Late, "hidden"), (Early, "token")]
+
+
+@pytest.mark.parametrize(("kind", "believed"), GOOD + OFF)
 def test_a_good_head_is_right_and_one_that_is_off_by_one_is_not(monkeypatch, kind, believed):
     monkeypatch.setattr(speculative, "MTP", kind)
-    monkeypatch.setattr(Late, "last", {}, raising=False)
     engine = Engine(cyclic(believed), **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3)
     params = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.0}]
     params = [SamplingParams(max_tokens=40, ignore_eos=True, **own) for own in params]
@@ -298,5 +306,4 @@ def test_a_good_head_is_right_and_one_that_is_off_by_one_is_not(monkeypatch, kin
     tally = engine.speculation.tally
     assert tally.guesses > 80
     rate = tally.accepted / tally.guesses
-    wrong = {Late: "hidden", Early: "token"}.get(kind) == believed
-    assert rate < 0.02 if wrong else rate > 0.98, rate
+    assert rate < 0.02 if (kind, believed) in OFF else rate > 0.98, rate

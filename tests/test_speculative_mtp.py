@@ -3,10 +3,13 @@ once, every head's own key and value, rope as a product of complex numbers, no c
 
 import json
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import model
 import speculative
@@ -550,6 +553,21 @@ def test_a_head_whose_mlp_is_dense_is_read_as_such():
 def test_its_cache_takes_what_it_says(family):
     drafter, _ = head_of(family, slots=3)
     assert 3 * drafter.slot_bytes(64) == drafter.cache.nbytes
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
+def test_a_head_is_read_from_a_folder(family, tmp_path):
+    """Beside pictures, too: of Qwen3.5 the head's names have no prefix, and those of text one."""
+    tensors = with_head(model.load(GOLDEN / family)).tensors
+    shutil.copy(GOLDEN / family / "config.json", tmp_path)
+    stored = {
+        f"model.language_model.{k[6:]}" if k[:6] == "model." else k: x for k, x in tensors.items()
+    }
+    stored = {k: x.clone() for k, x in (stored if "qwen" in family else tensors).items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = model.load(tmp_path)
+    assert checkpoint.tensors.keys() == tensors.keys()
+    assert torch.equal(made(checkpoint).norm, made(replace(checkpoint, tensors=tensors)).norm)
 
 
 def test_its_layer_is_like_the_one_that_attends_wherever_that_is():

@@ -431,6 +431,183 @@ class Chained(Cached):
         return drafts
 
 
+class Eagle(Chained):
+    """EAGLE-3 (Li et al. 2503.01840): one layer, which sees the target at several depths.
+
+        target's x after three layers -> g = fc([low; mid; high])           (T, D)
+        q, k, v of [norm(embedding of token i + 1); norm(g)]                (T, 2 D)
+        y = g + attention; z = y + mlp(norm(y)); norm(z) -> logits          (T, D) -> (T, Vd)
+
+    z is the g of the row after it, without another fc. The head has Vd of the target's V ids, the
+    common ones: the others are never guessed.
+
+    `eagle_aux_hidden_state_layer_ids` names the layers, in one of two ways. An id is the layer
+    that x enters, so that 2 is after layer 1 (counted from 0); but in a list that begins with 1,
+    as NVIDIA's do, it is the layer that x leaves.
+    """
+
+    name = "eagle"
+
+    def __init__(self, path: str, target: Model):
+        """path: a folder with config.json and safetensors, or a hub repository of such.
+
+        ValueError: it is no EAGLE-3 head, or one of another target.
+        """
+        fields, tensors = models.read(models.find(path)[0])
+        try:
+            self._load(*eagle_layer(fields, tensors), target)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}")
+        except (TypeError, AttributeError) as error:  # a field of another shape
+            raise ValueError(f"{path}: config.json is malformed: {error!r}")
+
+    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
+        config = Config.from_hf(fields)
+        super().__init__(target, config.specs)
+        D, wide, V = config.width, target.config.width, config.vocab
+        if V != target.config.vocab:
+            raise ValueError(f"vocab_size {V}, but the target has {target.config.vocab} ids")
+        if kv_cache.positive(fields, "target_hidden_size", wide) != wide:
+            raise ValueError(f"target_hidden_size {fields['target_hidden_size']}, not {wide}")
+        self.taps = eagle_taps(fields, len(target.layers))
+        self.eps, parts = config.eps, len(self.taps)
+        take = models.Take(tensors, self.device, self.dtype)
+        # the two ways of norming what the fc reads: each part by itself, or all together
+        apart, whole = kv_cache.flag(fields, "fc_norm"), kv_cache.flag(fields, "norm_before_fc")
+        if apart and whole:
+            raise ValueError("fc_norm and norm_before_fc: only one of them can hold")
+        names = [f"fc_norm.{i}.weight" for i in range(parts)]
+        self.part_norms = [take(name, (wide,)) for name in names] if apart else []
+        self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
+        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
+            raise ValueError(
+                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
+                f" layers of the target have {parts * wide}"
+            )
+        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
+        self.embedding = target.embedding
+        if "embed_tokens.weight" in tensors:
+            self.embedding = take("embed_tokens.weight", (V, D))
+        elif wide != D:
+            raise ValueError(f"no embed_tokens, and the target's is {wide} wide, not {D}")
+        layer = "model.layers.0."
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.token_norm, self.hidden_norm, self.mlp_norm = (
+            take.norm(layer + name, D, config) for name in norms
+        )
+        self.attention = models.Attention(take, 0, config, 2 * D)
+        self.mlp = models.MLP(take, layer + "mlp.", config)
+        self.norm = take.norm("norm", D, config)
+        self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
+        self.head, _ = take.linear(["lm_head"], (len(self.ids),), D, False)
+        take.finish()
+        self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
+        self.normed_output = kv_cache.flag(fields, "norm_output")
+        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        self.frequencies = frequencies.to(self.device)
+
+    def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
+        """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
+        which of the target's there are."""
+        ids = torch.arange(count, device=self.device)
+        if count != vocab or "d2t" in take.left:
+            ids = ids + take("d2t", (count,), torch.int64)
+        if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
+            raise ValueError(f"d2t does not lead to {count} different ids below {vocab}")
+        if "t2d" in take.left:
+            known = take("t2d", (vocab,), torch.bool)
+            if known.sum() != count or not known[ids].all():
+                raise ValueError("t2d does not mark the ids that d2t leads to")
+        return ids
+
+    def fuse(self, features):
+        if self.part_norms:
+            pairs = zip(features, self.part_norms)
+            features = [kernels.rms_norm(x, weight, self.eps) for x, weight in pairs]
+        x = torch.cat(features, -1)
+        if self.whole_norm is not None:
+            x = kernels.rms_norm(x, self.whole_norm, self.eps)
+        return kernels.linear(x, self.fc)
+
+    def run(self, features, tokens, step):
+        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
+        token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
+        hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
+        mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
+        x = hidden if self.normed_residual else features
+        x, normed = kernels.add_norm(x, mixed, self.mlp_norm, self.eps)
+        x, normed = kernels.add_norm(x, self.mlp(normed), self.norm, self.eps)
+        return normed if self.normed_output else x, normed
+
+    def score(self, x):
+        logits = kernels.linear(x, self.head)
+        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+
+EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
+
+
+def eagle_layer(config: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    """The fields of an EAGLE-3 head, its layer's among them, and its tensors by the names that the
+    layers here read. Those published differ in both: midlayer.* or layers.0.*, and the fields of
+    the layer apart or not. ValueError: it is something else."""
+    named = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        named["model." + short if short.startswith("layers.") else short] = tensor
+    if len(named) < len(tensors):
+        raise ValueError("tensors of the same layer by two names")
+    fields = dict(config)
+    if "speculators_model_type" in config:
+        fields = {"norm_before_residual": True, **config}
+        fields |= config.get("transformer_layer_config") or {}
+    _refuse_eagle(config, fields, named)
+    return fields, named
+
+
+def _refuse_eagle(config: dict, fields: dict, tensors: dict[str, Tensor]):
+    """What is not EAGLE-3, by its name."""
+    kind, made = config.get("speculators_model_type"), config.get("architectures") or []
+    said = f"{kind} {made} {config.get('model_type')}".lower()
+    if "peagle" in said or "mask_hidden" in tensors or config.get("parallel_drafting"):
+        raise ValueError("a P-EAGLE head, which guesses all at once from masks; EAGLE-3 is read")
+    third = "eagle3" in said or "draft_vocab_size" in config
+    if not third and "model.layers.0.hidden_norm.weight" not in tensors:
+        if "eagle" in said or ("fc.weight" in tensors and "hidden_norm.weight" not in tensors):
+            raise ValueError("an EAGLE-1 or EAGLE-2 head, of the last layer alone; EAGLE-3 is read")
+        raise ValueError(f"architectures {made}: not an EAGLE-3 head")
+    if fields.get("model_type") not in EAGLE_LAYERS:
+        raise ValueError(
+            f"model_type {fields.get('model_type')!r} of its layer is not one of"
+            f" {', '.join(EAGLE_LAYERS)}"
+        )
+    if kv_cache.positive(fields, "num_hidden_layers", 1) != 1:
+        raise ValueError(f"num_hidden_layers {fields['num_hidden_layers']}: EAGLE-3 has one")
+    if not kv_cache.flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
+        raise ValueError("use_aux_hidden_state false: it reads the last layer alone")
+
+
+def eagle_taps(config: dict, count: int) -> tuple[int, ...]:
+    """The layers of a target of so many after which the head reads, from 0: see `Eagle`.
+
+    Example: none said, 36 layers: it enters 2, 18 and 33, so after 1, 17 and 32.
+    """
+    field = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get(field) or (config.get("eagle_config") or {}).get(field)
+    why = f"{field} {ids}"
+    if not ids:
+        ids = [2, count // 2, count - 3]
+        why = f"no {field}, so {ids}"
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ValueError(f"{why}: not a list of layers")
+    taps = [i if ids[0] == 1 else i - 1 for i in ids]
+    if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
+        raise ValueError(f"{why}: not ascending, of the target's {count} layers")
+    return tuple(taps)
+
+
 class MTP(Chained):
     """The head that some checkpoints bring, trained with the model (multi-token prediction,
     DeepSeek-AI 2412.19437): of the target's final hidden state at position i and of token i + 1
@@ -567,27 +744,37 @@ def _copied(tensor: Tensor, name: str, tensors: Mapping) -> bool:
 
 
 class Costs:
-    """How long a step takes here, by its rows: measured at a few sizes, straight between them.
+    """How long a step takes here, by its rows: measured at a few sizes, straight between them,
+    and corrected by what steps take since.
 
-    drafted  seconds that each verified draft costs beside its rows: a request of several rows
-             attends by itself
+    drafted  seconds that each draft costs beside its rows
     """
 
     def __init__(self, points: dict[int, float], drafted: float = 0.0):
         self.rows = sorted(points)
-        self.seconds = []
-        for rows in self.rows:  # a step of more rows is not faster, whatever was measured
-            self.seconds.append(max([points[rows], *self.seconds[-1:]]))
+        # One of fewer rows is not slower: what else the machine does only makes steps longer.
+        self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]
         self.drafted = drafted
+        self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
     def step_s(self, rows: int, drafts: int = 0) -> float:
         """Example: points 1: 10 ms, 3: 14 ms. A step of 2 rows takes 12 ms."""
+        return self._measured(rows, drafts) * self.off[drafts > 0]
+
+    def _measured(self, rows: int, drafts: int) -> float:
         x, y = self.rows, self.seconds
         if len(x) == 1:
             return y[0] * max(rows / x[0], 1) + drafts * self.drafted
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
         return y[i] + slope * (rows - x[i]) + drafts * self.drafted
+
+    def saw(self, rows: int, drafts: int, seconds: float):
+        """Such a step took so long. With nothing seen of guesses, both go the same way."""
+        ratio = min(max(seconds / self._measured(rows, drafts), 0.5), 2.0)
+        self.off[drafts > 0] += 0.1 * (ratio - self.off[drafts > 0])
+        if not drafts:
+            self.off[1] += 0.02 * (self.off[0] - self.off[1])
 
 
 class Acceptance:
@@ -711,10 +898,12 @@ class Speculation:
         self.drafts: dict = {}  # request -> the Draft that the next step verifies
         self.watched: dict = {}  # request -> (tokens before it, a Draft of which not all is known)
         self.unasked = 0  # rounds since the drafter was last asked
-        self.guess_s = 0.0  # a guess for each request, or a block of them
+        self.guess_s = 0.0  # to make a guess for each request, or a block of them
         self.draft_s = 0.0  # that the last `propose` took
+        self.asking_s = 0.0  # of this what was not for guesses, as a rule
         self.expected = (0.0, 0.0)  # tokens and seconds of the next step
         self.tally = Tally()
+        self.came = 0  # tokens out of the last step
 
     def learn(self, request, start: int, features: list[Tensor]):
         self.drafter.learn(request, start, features)
@@ -732,7 +921,7 @@ class Speculation:
 
         rows: of the next step, without guesses. make_row: see Drafter.propose.
         """
-        began = time.perf_counter()
+        began, self.came = time.perf_counter(), 0
         most = [min(n, self.most, self.drafter.most_for(r)) for r, n in zip(requests, room)]
         asked = [i for i, n in enumerate(most) if n > 0]
         drafts = [Draft() for _ in requests]
@@ -747,6 +936,8 @@ class Speculation:
             asked = [i for i in asked if counts[i]]
             self._ask(drafts, asked, requests, counts, make_row)
         self.draft_s = time.perf_counter() - began
+        guessed = self._guessing_s(max((len(draft.ids) for draft in drafts), default=0))
+        self.asking_s += 0.1 * (max(self.draft_s - guessed, 0.0) - self.asking_s)
         self.drafts = {r: draft for r, draft in zip(requests, drafts) if draft.ids}
         return drafts
 
@@ -805,19 +996,22 @@ class Speculation:
     def count(self, request, guesses: int, right: int, tokens: int):
         """A round of a request: of its guesses how many were right, and how many tokens stay."""
         self.tally.add(guesses, right, tokens)
+        self.came += tokens
         if guesses and not self.drafter.free:
             self.acceptance.count(0, right, right < guesses)
 
-    def account(self, seconds: float, sampled: int, tokens: int):
-        """A step without prompts: how long it took with what was spent on guesses, from how many
-        requests it sampled, and what came out; against the same without guesses."""
+    def account(self, seconds: float, guesses: list[int]):
+        """A step without prompts: how long it took, and how many guesses it verified of each
+        request; against as many tokens without guesses."""
         if self.costs is None:
             return
+        sampled, tokens = len(guesses), self.came
+        self.costs.saw(sampled + sum(guesses), sum(map(bool, guesses)), seconds)
         t, plain_s = self.tally, self.costs.step_s(sampled) / sampled
         t.plain_s += tokens * plain_s
-        t.spent_s += seconds
+        t.spent_s += seconds + self.draft_s
         t.expected_plain_s += self.expected[0] * plain_s
-        t.expected_s += self.expected[1]
+        t.expected_s += self.expected[1] + self.asking_s
 
     def lines(self) -> list[str]:
         """What people want to know."""
@@ -845,6 +1039,7 @@ MOST = 64  # guesses a round
 
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "eagle": lambda path, target, checkpoint: Eagle(path, target),
     "mtp": lambda path, target, checkpoint: MTP(target, checkpoint),
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one

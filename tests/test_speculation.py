@@ -1,20 +1,24 @@
 """speculative.py in the engine: guesses change how long a text takes, and nothing else."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
 import model
-from generate import Engine, SamplingParams
+import speculative
+import tiny
+from generate import Engine, SamplingParams, byte_checkpoint
+from kv_cache import LayerSpec
 from speculative import DFlash, Draft, Drafter, Eagle
 from test_speculative import (
     dflash_close, dflash_cycle, dflash_cyclic, dflash_fields, dflash_fitted, dflash_taps,
     dflash_tensors, dflash_watched,
 )  # fmt: skip
+from tiny import with_head
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
@@ -273,6 +277,226 @@ def test_an_eagle_head_that_knows_is_right_and_one_off_by_a_row_is_not(tmp_path,
             assert tally.accepted > 0.9 * tally.guesses
 
 
+# ---------------------------------------------------------------- guesses from what was computed
+
+BASE = {"device": "cpu", "dtype": "float32", "block_size": 8}
+
+
+def aware(engine: Engine, work, each=lambda step, requests: None) -> list:
+    """`served`, and each slot of the drafter's cache belongs to one running request or to none."""
+    drafter, steps = engine.speculation.drafter, 0
+    requests = [engine.add(prompt, params) for prompt, params in work]
+    while engine.scheduler.busy:
+        each(steps, requests)
+        engine.step()
+        engine.check()
+        drafter.slots.check(list(drafter.held.values()))
+        assert drafter.held.keys() <= set(engine.scheduler.running)
+        for request, held in drafter.held.items():
+            assert held.seen == request.computed
+            assert held.pending == sum(len(part[0]) for part in held.features)
+        steps += 1
+    assert engine.manager.held == drafter.slots.held == 0 and not drafter.held
+    members = [one for r in requests for one in r.family]
+    return [(one.prompt_tokens, one.index, one.tokens, one.finish_reason) for one in members]
+
+
+def slow_but(one: str, families: list[str]) -> list:
+    """One of them by default, the others among the slow tests."""
+    slow = [pytest.param(x, marks=pytest.mark.slow) for x in families if x != one]
+    return [one, *slow]
+
+
+class Chain(speculative.Chained):
+    """The least that goes on by itself: attention without any weight, over the target's own."""
+
+    name, hidden, most, CHUNK = "chain", True, 4, 5
+
+    def __init__(self, target: model.Model):
+        super().__init__(target, (LayerSpec("full", 1, 8),))
+
+    def fuse(self, features):
+        return features[0]
+
+    def run(self, features, tokens, step):
+        x = features + self.target.embedding[tokens]
+        few = x[:, None, :8]
+        x = torch.cat((few[:, 0] + step.attend(0, few, few, few)[:, 0], x[:, 8:]), 1)
+        return x, x
+
+    def score(self, x):
+        return self.target.logits(x)
+
+
+@pytest.mark.parametrize("family", slow_but("gemma3", KINDS))
+def test_any_chain_of_guesses_changes_nothing(family):
+    data = checkpoint(family)
+    work = workload(data.config.vocab, count=8)
+    target = Engine(data, **BASE, kv_memory=2**22)
+    plain = served(target, work)
+    chain = Chain(target.model)
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative=chain, spec_tokens=4, budget=9)
+    assert aware(engine, work) == plain
+    assert 0 < engine.speculation.tally.accepted < engine.speculation.tally.guesses
+
+
+# ---------------------------------------------------------------- the checkpoint's own head
+
+HEADED = ["deepseek_v3", "deepseek_v32", "deepseek_v3_yarn", "qwen3_next", "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("family", slow_but("qwen3_next", HEADED))
+def test_a_head_changes_nothing_that_comes_out(family):
+    data = with_head(checkpoint(family))
+    work = workload(data.config.vocab, count=4)
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3, budget=40)
+    assert aware(engine, work) == plain
+    assert engine.speculation.tally.guesses > 30
+    assert aware(engine, work) == plain  # their prompts are cached now: the head begins after them
+    assert engine.counts.reused_tokens > 0
+
+
+# so that the drafter has fewer slots than there are requests; where no states are, blocks lack too
+LITTLE = {"deepseek_v3": 60_000, "deepseek_v32": 60_000, "deepseek_v3_yarn": 40_000}
+LITTLE |= {"qwen3_next": 250_000, "qwen3_5_text": 130_000}
+
+
+@pytest.mark.parametrize("family", slow_but("deepseek_v3", HEADED))
+def test_a_head_in_little_memory_changes_nothing(family):
+    data = with_head(checkpoint(family))
+    work = workload(data.config.vocab, seed=1, count=6)
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    memory = {"kv_memory": LITTLE[family], "max_running": 4, "max_len": 64, "budget": 9}
+    engine = Engine(data, **BASE, **memory, speculative="mtp", spec_tokens=3)
+    assert engine.speculation.drafter.slots.total < engine.scheduler.max_running
+    preempted = []
+
+    def preempt(step, requests):
+        for request in engine.scheduler.running[::-1][: 2 * (step % 4 == 3)]:
+            engine.scheduler._preempt(request)
+            preempted.append(request)
+
+    assert aware(engine, work, preempt) == plain
+    assert len(preempted) > 10 and engine.speculation.tally.guesses > 20
+    assert engine.counts.preemptions > 0 or "qwen" in family
+
+
+def test_a_head_after_aborted_requests_leaks_nothing():
+    data = with_head(checkpoint("deepseek_v3"))
+    work = [one for one in workload(data.config.vocab, seed=2, count=9) if one[1].n == 1]
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    engine = Engine(
+        data, **BASE, kv_memory=2**22, max_running=3, budget=9, speculative="mtp", spec_tokens=3
+    )
+    draw, gone = random.Random(4), set()
+
+    def abort(step, requests):
+        if step % 5 == 4:
+            gone.add(draw.choice(requests))
+            for request in gone:
+                engine.abort(request)
+
+    came = aware(engine, work, abort)
+    assert len(gone) > 3
+    ended = [(a, b) for a, b in zip(came, plain) if a[3] != "abort"]
+    assert len(ended) > 2 and all(a == b for a, b in ended)
+    assert all(b[2][: len(a[2])] == a[2] for a, b in zip(came, plain))
+
+
+def test_a_head_where_a_grammar_leaves_no_choice_changes_nothing():
+    """Forced tokens come several at a time: the head waits until the target has computed them."""
+    text = byte_checkpoint()
+    raw = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    config = model.Config.from_hf(raw | {"vocab_size": text.config.vocab})
+    data = replace(with_head(model.random(config, 0)), tokenizer=text.tokenizer)
+    form = {"regex": r"\{name: [a-z]{1,6}, age: (\d{1,3}|none)\}", "max_tokens": 40}
+    seeded = {"temperature": 1.0, "seed": 3}
+    work = [([5, 6], form | {"temperature": 0.0}), ([7], form | seeded), ([8] * 20, form | seeded)]
+    work.append(([9, 9], seeded | {"max_tokens": 20}))
+    work = [(prompt, SamplingParams(**params)) for prompt, params in work]
+    plain = served(Engine(data, **BASE, kv_memory=2**22), work)
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3, budget=9)
+    forced = []
+
+    def note(step, requests):
+        running = engine.scheduler.running
+        forced.extend(r.missing for r in running if r.output and r.missing > 1)
+
+    assert aware(engine, work, note) == plain
+    assert len(forced) > 5 and engine.speculation.tally.guesses > 20
+
+
+# A model whose next token depends on the last one alone, and a head that knows it: of what it
+# hears of token i and of token i + 1 it believes one a little more.
+
+
+def cyclic(believed: str) -> model.Checkpoint:
+    raw = json.loads((GOLDEN / "qwen3_5_text" / "config.json").read_text())
+    config = model.Config.from_hf(raw | {"vocab_size": 32, "tie_word_embeddings": False})
+    data = with_head(model.random(config, 0))
+    after = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+    cycle = dict(zip(after.tolist(), after.roll(-1).tolist()))  # one of all 32
+    follow = torch.zeros(32, 32)
+    for token, follower in cycle.items():
+        follow[follower, token] = 1
+    tensors = data.tensors
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensors[name] = torch.zeros_like(tensors[name])  # x is the embedding, up to the end
+        if name.endswith("norm.weight") or "pre_fc_norm" in name:
+            tensors[name] = torch.zeros_like(tensors[name])  # times 1
+    tensors["model.embed_tokens.weight"] = torch.eye(32)
+    tensors["lm_head.weight"] = 2 * follow
+    share = {"token": 0.6, "hidden": 0.4}[believed]
+    tensors["mtp.fc.weight"] = torch.cat((share * torch.eye(32), (1 - share) * follow), 1)
+    return data
+
+
+class Late(speculative.MTP):
+    """Off by one: it is told of position i what the target computed at i - 1."""
+
+    def open(self, slots, max_len):
+        super().open(slots, max_len)
+        self.last: dict = {}
+
+    def learn(self, request, start, features):
+        before = self.last.get(request, torch.zeros(1, 32))
+        self.last[request] = features[0][-1:]
+        super().learn(request, start, [torch.cat((before, features[0]))[:-1]])
+
+
+class Early(speculative.MTP):
+    """Off by one: with position i it sees token i."""
+
+    def _catch_up(self, requests, leave=0):
+        for request in requests:
+            request.tokens.insert(0, 0)
+        try:
+            return super()._catch_up(requests, leave)
+        finally:
+            for request in requests:
+                del request.tokens[0]
+
+
+GOOD = [(speculative.MTP, "token"), (speculative.MTP, "hidden"), (Late, "token")]  # or unharmed
+OFF = [(Late, "hidden"), (Early, "token")]
+
+
+@pytest.mark.parametrize(("kind", "believed"), GOOD + OFF)
+def test_a_good_head_is_right_and_one_that_is_off_by_one_is_not(monkeypatch, kind, believed):
+    monkeypatch.setattr(speculative, "MTP", kind)
+    engine = Engine(cyclic(believed), **BASE, kv_memory=2**22, speculative="mtp", spec_tokens=3)
+    params = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.0}]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **own) for own in params]
+    prompts = [[5], [1, 2, 3], [9, 30, 7, 7, 21, 2, 8, 0, 1, 4]]
+    aware(engine, list(zip(prompts, params)))
+    tally = engine.speculation.tally
+    assert tally.guesses > 80
+    rate = tally.accepted / tally.guesses
+    assert rate < 0.02 if (kind, believed) in OFF else rate > 0.98, rate
+
+
 # ---------------------------------------------------------------- DFlash
 
 DFLASH = {  # family: its layers, whose features a head reads, memory that requests contend for
@@ -280,7 +504,6 @@ DFLASH = {  # family: its layers, whose features a head reads, memory that reque
     "qwen2_sliding": (3, [2, 0, 1], 7 * 2**13),
     "qwen3_5_text": (4, [3, 0, 2], 5 * 2**14),
 }
-BASE = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
 
 
 def dflash_head(family: str, folder: Path) -> str:
@@ -292,26 +515,26 @@ def dflash_head(family: str, folder: Path) -> str:
     return tiny.written(folder, fields, dflash_tensors(fields))
 
 
-def shared_work(vocab: int, count: int = 5) -> list:
+def dflash_work(vocab: int, count: int = 5) -> list:
     """Requests of a common beginning, some greedy, some seeded, one of two samples."""
     work, common = workload(vocab, count=count), [7 + i for i in range(20)]
     return [(common[: 20 * (i % 2)] + prompt, params) for i, (prompt, params) in enumerate(work)]
 
 
-def some(*quick: str) -> list:
+def dflash_families(*quick: str) -> list:
     """These families; the others are slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow)
             for name in DFLASH]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", some("qwen2_sliding", "qwen3_5_text"))
+@pytest.mark.parametrize("family", dflash_families("qwen2_sliding", "qwen3_5_text"))
 def test_dflash_changes_nothing_that_comes_out(family, tmp_path):
     """Greedy and seeded, in chunks, preempted, with prefix hits, not all in the head's cache."""
     data, path = checkpoint(family), dflash_head(family, tmp_path)
-    work = shared_work(data.config.vocab, 8)
-    plain = served(Engine(data, **BASE), work)
+    work = dflash_work(data.config.vocab, 8)
+    plain = served(Engine(data, **POOL), work)
     crowded = {"budget": 9, "max_running": 6, "max_len": 64, "kv_memory": DFLASH[family][2]}
-    engine = Engine(data, **BASE | crowded, speculative=f"dflash:{path}", spec_tokens=4)
+    engine = Engine(data, **POOL | crowded, speculative=f"dflash:{path}", spec_tokens=4)
     assert served(engine, work) == plain
     assert served(engine, work) == plain
     assert engine.speculation.tally.guesses > 200
@@ -327,13 +550,13 @@ def test_dflash_changes_nothing_that_comes_out(family, tmp_path):
 def test_dflash_changes_nothing_under_other_settings(family, rule, settings, tmp_path):
     """Under "reject" greedy texts are the same, too."""
     data, path = checkpoint(family), dflash_head(family, tmp_path)
-    work = shared_work(data.config.vocab, 8)
+    work = dflash_work(data.config.vocab, 8)
     if rule == "reject":
         work = [(prompt, replace(params, temperature=0)) for prompt, params in work]
     if "max_running" in settings:
         work = [(prompt, replace(params, n=1)) for prompt, params in work]
-    plain = served(Engine(data, **BASE), work)
-    settings = BASE | settings | {"speculative": f"dflash:{path}", "verify": rule}
+    plain = served(Engine(data, **POOL), work)
+    settings = POOL | settings | {"speculative": f"dflash:{path}", "verify": rule}
     engine = Engine(data, **settings, spec_tokens=4)
     assert served(engine, work) == plain
     assert engine.speculation.tally.guesses > 200
@@ -341,7 +564,7 @@ def test_dflash_changes_nothing_under_other_settings(family, rule, settings, tmp
     assert served(free, work) == plain
 
 
-def told(head: DFlash, fresh: DFlash, answers: dict) -> list:
+def dflash_told(head: DFlash, fresh: DFlash, answers: dict) -> list:
     """Let a head say in every other round what comes, so that guesses are accepted; what it would
     have said is compared with a head that learns all at once. Gives the bases of what it held."""
     propose, seen, other, bases = head.propose, dflash_watched(head), dflash_watched(fresh), []
@@ -366,18 +589,18 @@ def told(head: DFlash, fresh: DFlash, answers: dict) -> list:
     return bases
 
 
-@pytest.mark.parametrize("family", some("qwen3_5_text"))
+@pytest.mark.parametrize("family", dflash_families("qwen3_5_text"))
 def test_dflash_knows_in_the_engine_what_it_would_know_by_itself(family, tmp_path):
     """Chunks, batches, accepted and rejected guesses, prefix hits: the context is always right."""
     data, path = checkpoint(family), dflash_head(family, tmp_path)
-    work = shared_work(data.config.vocab)[:4]
-    plain = served(Engine(data, **BASE), work)
+    work = dflash_work(data.config.vocab)[:4]
+    plain = served(Engine(data, **POOL), work)
     answers = {(tuple(tokens[:n]), index): tokens for n, index, tokens, _ in plain}
-    settings = BASE | {"budget": 9, "kv_memory": 2**18, "max_len": 64, "max_running": 3}
+    settings = POOL | {"budget": 9, "kv_memory": 2**18, "max_len": 64, "max_running": 3}
     engine = Engine(data, **settings, speculative=f"dflash:{path}", spec_tokens=4)
     fresh = DFlash(path, model.Model(data.config, data.tensors))
     fresh.open(1, 64)
-    bases = told(engine.speculation.drafter, fresh, answers)
+    bases = dflash_told(engine.speculation.drafter, fresh, answers)
     assert served(engine, work) == plain
     assert served(engine, work) == plain
     tally = engine.speculation.tally
@@ -392,9 +615,9 @@ def test_dflash_that_learnt_its_target_is_accepted(tmp_path):
     params = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4}]
     params = [SamplingParams(max_tokens=41, ignore_eos=True, **own) for own in params]
     work = [(dflash_cycle(i, 9 + i), own) for i, own in enumerate(params)]
-    plain = served(Engine(data, **BASE), work)
+    plain = served(Engine(data, **POOL), work)
     for rule in ("sample", "reject"):
-        engine = Engine(data, **BASE, speculative=f"dflash:{path}", spec_tokens=4, verify=rule)
+        engine = Engine(data, **POOL, speculative=f"dflash:{path}", spec_tokens=4, verify=rule)
         assert served(engine, work) == plain
         tally = engine.speculation.tally
         assert tally.accepted > 0.95 * tally.guesses and tally.a_round > 4

@@ -57,7 +57,7 @@ def test_guesses_that_cost_no_time_are_all_verified_and_dear_ones_never():
 def test_the_time_of_making_guesses_counts():
     costs, chances = Costs({1: 10.0, 3: 14.0}), [[0.8, 0.64]]
     assert choose(costs, chances, 1, 1)[0] == [2]
-    assert choose(costs, chances, 1, 1, lambda n: 3.0 * n)[0] == [1]
+    assert choose(costs, chances, 1, 1, lambda n: 3.6 * n)[0] == [1]
     assert choose(costs, chances, 1, 1, lambda n: 9.0 * n)[0] == [0]
     assert choose(costs, chances, 1, 1, lambda n: 5.0 * (n > 0))[0] == [2], "all at once"
 
@@ -68,9 +68,9 @@ def test_a_gain_of_less_than_the_margin_is_none():
 
 
 def test_a_draft_that_costs_something_by_itself_may_not_be_worth_it():
-    costs = Costs({1: 10.0, 9: 18.0}, drafted=4.0)
-    assert choose(costs, [[0.9], [0.2]], 2, 2)[0] == [1, 0]
-    assert choose(Costs({1: 10.0, 9: 18.0}), [[0.9], [0.2]], 2, 2)[0] == [1, 1]
+    costs = Costs({1: 10.0, 9: 18.0}, drafted=3.0)
+    assert choose(costs, [[0.9], [0.5]], 2, 2)[0] == [1, 0]
+    assert choose(Costs({1: 10.0, 9: 18.0}), [[0.9], [0.5]], 2, 2)[0] == [1, 1]
 
 
 def test_rates_are_of_each_place_and_begin_at_the_prior():

@@ -82,8 +82,8 @@ def verify(logits: Tensor, rows: list[Row], drafts: list[Draft], rule="sample") 
     drawn. A guess outside the vocabulary never stays.
 
     rule  "sample": draw at each row, stay while the guess is what was drawn. "reject": Leviathan
-          et al. 2211.17192, Chen et al. 2302.01318; accepts more where a guess was drawn from q.
-          One that was certain it accepts as often as "sample" does, so that is what it does then
+          et al. 2211.17192, Chen et al. 2302.01318; accepts more of guesses that were drawn. Of
+          those that were certain it would accept as many as "sample", and does what that does
 
     Example: drafts [7, 8], drawn 7, 9, 4: out come 7 and 9.
     """
@@ -92,23 +92,26 @@ def verify(logits: Tensor, rows: list[Row], drafts: list[Draft], rule="sample") 
         spans.append(range(at, at + 1 + len(draft.ids)))
         at = spans[-1].stop
     assert len(rows) == at, f"{len(rows)} rows for drafts of {at}"
-    weighed = [
-        rule == "reject" and draft.beliefs is not None and bool(draft.ids)
-        and rows[span.start].params.temperature > 0
-        for draft, span in zip(drafts, spans)
-    ]  # fmt: skip
+    judges = [_judge(rule, draft, rows[span.start]) for draft, span in zip(drafts, spans)]
     result: list[list] = [[] for _ in drafts]
-    for judge, mine in ((_compare, False), (_reject, True)):
-        chosen = [i for i, w in enumerate(weighed) if w == mine]
-        own = [row for i in chosen for row in spans[i]]
+    for judge in (_compare, _reject):
+        mine = [i for i, one in enumerate(judges) if one is judge]
+        own = [row for i in mine for row in spans[i]]
         if not own:
             continue
         part = logits if len(own) == len(rows) else logits[own]
-        stays = judge(part, [rows[row] for row in own], [drafts[i] for i in chosen])
-        for i, came in zip(chosen, stays):
+        stays = judge(part, [rows[row] for row in own], [drafts[i] for i in mine])
+        for i, came in zip(mine, stays):
             # what cannot be drawn is for the next step to find, if something comes before it
             result[i] = came[:-1] if len(came) > 1 and came[-1][0] is None else came
     return result
+
+
+def _judge(rule: str, draft: Draft, row: Row):
+    """What verifies a draft: coins only where they accept more than the target's own draws."""
+    drawn = draft.beliefs is not None and len(draft.ids) > 0
+    by_coins = rule == "reject" and drawn and row.params.temperature > 0
+    return _reject if by_coins else _compare
 
 
 def _compare(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]:
@@ -124,7 +127,8 @@ def _compare(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]
 def agreed(guesses: list[int], ids: list[int]) -> int:
     """How many of the first guesses are just these ids."""
     pairs = zip(guesses, ids)
-    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), len(guesses))
+    most = min(len(guesses), len(ids))
+    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), most)
 
 
 def _reject(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]:

@@ -78,7 +78,7 @@ def test_agreed_counts_up_to_the_first_difference():
     assert agreed([7, 8], [7, 9, 4]) == 1
     assert agreed([7, 8], [7, 8, 4]) == 2
     assert agreed([7, 8], [6, 8]) == 0
-    assert agreed([7, 8], [7]) == 2  # nothing is known of the rest
+    assert agreed([7, 8], [7]) == 1  # nothing is known of the rest
     assert agreed([], [7]) == agreed([], []) == 0
     assert agreed([7], [None]) == 0
 
@@ -149,22 +149,22 @@ def test_logprobs_and_what_masks_took_are_of_the_row_that_verified_the_guess(rul
     logits = torch.tensor([[1.0, 2, 5], [5, 1, 2], [2, 5, 1]]).log()
     masks = [words([1, 2]), words([0, 1]), words([2])]
     beliefs = torch.tensor([[0, 0, 1.0], [1, 0, 0]])
-    for draft in (Draft([2, 0]), Draft([2, 0], beliefs)):
+    for told in (None, beliefs):
         asked = [
             Row(params(top_k=1, logprobs=1), 3, 4 + j, mask=mask) for j, mask in enumerate(masks)
         ]
-        plain = [Row(params(), 3, 9, mask=words([0, 1, 2]))]
-        other = [Row(params(), 3, 9)]
-        everyone = torch.cat((logits[:1], logits, logits[1:2]))
-        drafts = [Draft(), draft, Draft()]
-        first, own, last = verify(everyone, [*plain, *asked, *other], drafts, rule)
+        masked = [Row(params(), 3, 9 + j, mask=words([0, 1, 2])) for j in range(2)]
+        everyone = torch.cat((logits[1:], logits, logits[:1]))
+        drafts = [Draft([1], None if told is None else told[:1]), Draft([2, 0], told), Draft()]
+        first, own, last = verify(everyone, [*masked, *asked, Row(params(), 3, 9)], drafts, rule)
         assert [id for id, *_ in own] == [2, 0, 2]
         assert [x.id for _, x, _ in own] == [2, 0, 2]
         assert [x.logprob for _, x, _ in own] == pytest.approx(torch.tensor([5, 5, 1]).div(8).log())
         assert [x.top[0][0] for _, x, _ in own] == [2, 0, 1]
         assert [x[0] for _, _, x in own] == pytest.approx([1 / 8, 2 / 8, 7 / 8])
         assert [x[1] for _, _, x in own] == [False, False, True]
-        assert first[0][1] is last[0][1] is last[0][2] is None and first[0][2] is not None
+        assert all(x is None and took[0] == 0 for _, x, took in first)
+        assert last[0][1] is last[0][2] is None
 
 
 def test_a_guess_stays_if_its_coin_falls_below_its_chance():
@@ -432,7 +432,7 @@ def test_the_law_of_three_tokens_is_exact(setting, drafter, monkeypatch):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_law_of_three_tokens_is_exact_in_every_setting(setting, drafter, monkeypatch):
-    assert_exact(5, 2, drafter, setting, monkeypatch, seed=1)
+    assert_exact(4, 2, drafter, setting, monkeypatch, seed=1)
 
 
 @pytest.mark.slow

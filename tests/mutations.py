@@ -3993,7 +3993,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "generate.py",
         "        domain = TARGET if self.speculation.rule == \"sample\" else DRAFT",
         "        domain = TARGET",
-        "what is weighed by coins was drawn by the noise of the tokens after it",
+        "by the rule \"reject\" a drafter draws by the noise that is the target's own",
         "tests/test_speculation.py -k test_a_drafter_draws_by",
     ),
     (

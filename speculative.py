@@ -451,27 +451,37 @@ class Chained(Cached):
 
 
 class Costs:
-    """How long a step takes here, by its rows: measured at a few sizes, straight between them.
+    """How long a step takes here, by its rows: measured at a few sizes, straight between them,
+    and corrected by what steps take since.
 
-    drafted  seconds that each verified draft costs beside its rows: a request of several rows
-             attends by itself
+    drafted  seconds that each draft costs beside its rows
     """
 
     def __init__(self, points: dict[int, float], drafted: float = 0.0):
         self.rows = sorted(points)
-        self.seconds = []
-        for rows in self.rows:  # a step of more rows is not faster, whatever was measured
-            self.seconds.append(max([points[rows], *self.seconds[-1:]]))
+        # One of fewer rows is not slower: what else the machine does only makes steps longer.
+        self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]
         self.drafted = drafted
+        self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
     def step_s(self, rows: int, drafts: int = 0) -> float:
         """Example: points 1: 10 ms, 3: 14 ms. A step of 2 rows takes 12 ms."""
+        return self._measured(rows, drafts) * self.off[drafts > 0]
+
+    def _measured(self, rows: int, drafts: int) -> float:
         x, y = self.rows, self.seconds
         if len(x) == 1:
             return y[0] * max(rows / x[0], 1) + drafts * self.drafted
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
         return y[i] + slope * (rows - x[i]) + drafts * self.drafted
+
+    def saw(self, rows: int, drafts: int, seconds: float):
+        """Such a step took so long. With nothing seen of guesses, both go the same way."""
+        ratio = min(max(seconds / self._measured(rows, drafts), 0.5), 2.0)
+        self.off[drafts > 0] += 0.1 * (ratio - self.off[drafts > 0])
+        if not drafts:
+            self.off[1] += 0.02 * (self.off[0] - self.off[1])
 
 
 class Acceptance:
@@ -595,10 +605,12 @@ class Speculation:
         self.drafts: dict = {}  # request -> the Draft that the next step verifies
         self.watched: dict = {}  # request -> (tokens before it, a Draft of which not all is known)
         self.unasked = 0  # rounds since the drafter was last asked
-        self.guess_s = 0.0  # a guess for each request, or a block of them
+        self.guess_s = 0.0  # to make a guess for each request, or a block of them
         self.draft_s = 0.0  # that the last `propose` took
+        self.asking_s = 0.0  # of this what was not for guesses, as a rule
         self.expected = (0.0, 0.0)  # tokens and seconds of the next step
         self.tally = Tally()
+        self.came = 0  # tokens out of the last step
 
     def learn(self, request, start: int, features: list[Tensor]):
         self.drafter.learn(request, start, features)
@@ -616,7 +628,7 @@ class Speculation:
 
         rows: of the next step, without guesses. make_row: see Drafter.propose.
         """
-        began = time.perf_counter()
+        began, self.came = time.perf_counter(), 0
         most = [min(n, self.most, self.drafter.most_for(r)) for r, n in zip(requests, room)]
         asked = [i for i, n in enumerate(most) if n > 0]
         drafts = [Draft() for _ in requests]
@@ -631,6 +643,8 @@ class Speculation:
             asked = [i for i in asked if counts[i]]
             self._ask(drafts, asked, requests, counts, make_row)
         self.draft_s = time.perf_counter() - began
+        guessed = self._guessing_s(max((len(draft.ids) for draft in drafts), default=0))
+        self.asking_s += 0.1 * (max(self.draft_s - guessed, 0.0) - self.asking_s)
         self.drafts = {r: draft for r, draft in zip(requests, drafts) if draft.ids}
         return drafts
 
@@ -689,19 +703,22 @@ class Speculation:
     def count(self, request, guesses: int, right: int, tokens: int):
         """A round of a request: of its guesses how many were right, and how many tokens stay."""
         self.tally.add(guesses, right, tokens)
+        self.came += tokens
         if guesses and not self.drafter.free:
             self.acceptance.count(0, right, right < guesses)
 
-    def account(self, seconds: float, sampled: int, tokens: int):
-        """A step without prompts: how long it took with what was spent on guesses, from how many
-        requests it sampled, and what came out; against the same without guesses."""
+    def account(self, seconds: float, guesses: list[int]):
+        """A step without prompts: how long it took, and how many guesses it verified of each
+        request; against as many tokens without guesses."""
         if self.costs is None:
             return
+        sampled, tokens = len(guesses), self.came
+        self.costs.saw(sampled + sum(guesses), sum(map(bool, guesses)), seconds)
         t, plain_s = self.tally, self.costs.step_s(sampled) / sampled
         t.plain_s += tokens * plain_s
-        t.spent_s += seconds
+        t.spent_s += seconds + self.draft_s
         t.expected_plain_s += self.expected[0] * plain_s
-        t.expected_s += self.expected[1]
+        t.expected_s += self.expected[1] + self.asking_s
 
     def lines(self) -> list[str]:
         """What people want to know."""

@@ -388,7 +388,8 @@ def _total(scaled: Tensor, columns: _Columns) -> Tensor:
 def distribution(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list]:
     """The probabilities that `sample` draws each row by, (R, V) in float64, and what masks took.
 
-    At temperature 0 all is on one id. A row from which nothing can be drawn is all 0.
+    At temperature 0 all is on one id. A row from which nothing can be drawn is all 0. Sums are
+    float64 here: where top-p falls on one just so, `sample` may keep an id more, or one less.
     """
     scores, took = _scores(logits, rows)
     columns = _Columns(rows, *scores.shape, scores.device)

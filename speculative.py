@@ -57,6 +57,7 @@ from sample import (
 class Draft:
     """Guesses for one request.
 
+    ids      of the target's vocabulary; one outside it never stays
     beliefs  (k, V), the distribution that each was drawn from; None: each was certain, whatever
              the noise
     kind     drafts of a kind are accepted alike: of an n-gram how long it is
@@ -79,7 +80,7 @@ def verify(logits: Tensor, rows: list[Row], drafts: list[Draft], rule="sample") 
     logits (R, V), rows: those of the drafts side by side, 1 + k of a draft of k; row j has its
     first j guesses in its history. 1 to 1 + k tokens come out of each: logprobs and what masks
     took as `sample.sample` has them, and the id None, if that is the first, where nothing can be
-    drawn. A guess outside the vocabulary never stays.
+    drawn.
 
     rule  "sample": draw at each row, stay while the guess is what was drawn. "reject": Leviathan
           et al. 2211.17192, Chen et al. 2302.01318; accepts more of guesses that were drawn. Of
@@ -178,7 +179,7 @@ def believed(draft: Draft, vocab: int, device) -> Tensor:
     been certain: that is fair whatever it came from. Another vocabulary's is cut or filled up.
     """
     q = draft.beliefs.to(device, torch.float64)
-    sound = (q >= 0).all(-1) & ((q.sum(-1) - 1).abs() < 1e-3) & (share(q, draft.ids) > 0)
+    sound = (q >= 0).all(-1) & ((q.sum(-1) - 1).abs() < 1e-4) & (share(q, draft.ids) > 0)
     ids = torch.tensor(draft.ids, device=device)[:, None]
     certain = (ids == torch.arange(vocab, device=device)).double()
     return torch.where(sound[:, None], F.pad(q, (0, vocab - q.shape[1])), certain)

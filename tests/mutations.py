@@ -4810,7 +4810,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        " & ((q.sum(-1) - 1).abs() < 1e-3)",
+        " & ((q.sum(-1) - 1).abs() < 1e-4)",
         "",
         "2: a belief that is no distribution is believed",
         "tests/test_speculative.py -k test_a_belief_that_cannot_be_true",

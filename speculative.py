@@ -43,9 +43,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 import kv_cache
+import model as models
 from kv_cache import LayerSpec, Segment, Step
-from model import Checkpoint, Model
+from model import Checkpoint, Config, Model
 from sample import (
     ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
 )  # fmt: skip
@@ -448,6 +450,183 @@ class Chained(Cached):
         return drafts
 
 
+class Eagle(Chained):
+    """EAGLE-3 (Li et al. 2503.01840): one layer, which sees the target at several depths.
+
+        target's x after three layers -> g = fc([low; mid; high])           (T, D)
+        q, k, v of [norm(embedding of token i + 1); norm(g)]                (T, 2 D)
+        y = g + attention; z = y + mlp(norm(y)); norm(z) -> logits          (T, D) -> (T, Vd)
+
+    z is the g of the row after it, without another fc. The head has Vd of the target's V ids, the
+    common ones: the others are never guessed.
+
+    `eagle_aux_hidden_state_layer_ids` names the layers, in one of two ways. An id is the layer
+    that x enters, so that 2 is after layer 1 (counted from 0); but in a list that begins with 1,
+    as NVIDIA's do, it is the layer that x leaves.
+    """
+
+    name = "eagle"
+
+    def __init__(self, path: str, target: Model):
+        """path: a folder with config.json and safetensors, or a hub repository of such.
+
+        ValueError: it is no EAGLE-3 head, or one of another target.
+        """
+        fields, tensors = models.read(models.find(path)[0])
+        try:
+            self._load(*eagle_layer(fields, tensors), target)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}")
+        except (TypeError, AttributeError) as error:  # a field of another shape
+            raise ValueError(f"{path}: config.json is malformed: {error!r}")
+
+    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
+        config = Config.from_hf(fields)
+        super().__init__(target, config.specs)
+        D, wide, V = config.width, target.config.width, config.vocab
+        if V != target.config.vocab:
+            raise ValueError(f"vocab_size {V}, but the target has {target.config.vocab} ids")
+        if kv_cache.positive(fields, "target_hidden_size", wide) != wide:
+            raise ValueError(f"target_hidden_size {fields['target_hidden_size']}, not {wide}")
+        self.taps = eagle_taps(fields, len(target.layers))
+        self.eps, parts = config.eps, len(self.taps)
+        take = models.Take(tensors, self.device, self.dtype)
+        # the two ways of norming what the fc reads: each part by itself, or all together
+        apart, whole = kv_cache.flag(fields, "fc_norm"), kv_cache.flag(fields, "norm_before_fc")
+        if apart and whole:
+            raise ValueError("fc_norm and norm_before_fc: only one of them can hold")
+        names = [f"fc_norm.{i}.weight" for i in range(parts)]
+        self.part_norms = [take(name, (wide,)) for name in names] if apart else []
+        self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
+        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
+            raise ValueError(
+                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
+                f" layers of the target have {parts * wide}"
+            )
+        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
+        self.embedding = target.embedding
+        if "embed_tokens.weight" in tensors:
+            self.embedding = take("embed_tokens.weight", (V, D))
+        elif wide != D:
+            raise ValueError(f"no embed_tokens, and the target's is {wide} wide, not {D}")
+        layer = "model.layers.0."
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.token_norm, self.hidden_norm, self.mlp_norm = (
+            take.norm(layer + name, D, config) for name in norms
+        )
+        self.attention = models.Attention(take, 0, config, 2 * D)
+        self.mlp = models.MLP(take, layer + "mlp.", config)
+        self.norm = take.norm("norm", D, config)
+        self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
+        self.head, _ = take.linear(["lm_head"], (len(self.ids),), D, False)
+        take.finish()
+        self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
+        self.normed_output = kv_cache.flag(fields, "norm_output")
+        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        self.frequencies = frequencies.to(self.device)
+
+    def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
+        """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
+        which of the target's there are."""
+        ids = torch.arange(count, device=self.device)
+        if count != vocab or "d2t" in take.left:
+            ids = ids + take("d2t", (count,), torch.int64)
+        if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
+            raise ValueError(f"d2t does not lead to {count} different ids below {vocab}")
+        if "t2d" in take.left:
+            known = take("t2d", (vocab,), torch.bool)
+            if known.sum() != count or not known[ids].all():
+                raise ValueError("t2d does not mark the ids that d2t leads to")
+        return ids
+
+    def fuse(self, features):
+        if self.part_norms:
+            pairs = zip(features, self.part_norms)
+            features = [kernels.rms_norm(x, weight, self.eps) for x, weight in pairs]
+        x = torch.cat(features, -1)
+        if self.whole_norm is not None:
+            x = kernels.rms_norm(x, self.whole_norm, self.eps)
+        return kernels.linear(x, self.fc)
+
+    def run(self, features, tokens, step):
+        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
+        token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
+        hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
+        mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
+        x = hidden if self.normed_residual else features
+        x, normed = kernels.add_norm(x, mixed, self.mlp_norm, self.eps)
+        x, normed = kernels.add_norm(x, self.mlp(normed), self.norm, self.eps)
+        return normed if self.normed_output else x, normed
+
+    def score(self, x):
+        logits = kernels.linear(x, self.head)
+        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+
+EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
+
+
+def eagle_layer(config: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    """The fields of an EAGLE-3 head, its layer's among them, and its tensors by the names that the
+    layers here read. Those published differ in both: midlayer.* or layers.0.*, and the fields of
+    the layer apart or not. ValueError: it is something else."""
+    named = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        named["model." + short if short.startswith("layers.") else short] = tensor
+    if len(named) < len(tensors):
+        raise ValueError("tensors of the same layer by two names")
+    fields = dict(config)
+    if "speculators_model_type" in config:
+        fields = {"norm_before_residual": True, **config}
+        fields |= config.get("transformer_layer_config") or {}
+    _refuse_eagle(config, fields, named)
+    return fields, named
+
+
+def _refuse_eagle(config: dict, fields: dict, tensors: dict[str, Tensor]):
+    """What is not EAGLE-3, by its name."""
+    kind, made = config.get("speculators_model_type"), config.get("architectures") or []
+    said = f"{kind} {made} {config.get('model_type')}".lower()
+    if "peagle" in said or "mask_hidden" in tensors or config.get("parallel_drafting"):
+        raise ValueError("a P-EAGLE head, which guesses all at once from masks; EAGLE-3 is read")
+    third = "eagle3" in said or "draft_vocab_size" in config
+    if not third and "model.layers.0.hidden_norm.weight" not in tensors:
+        if "eagle" in said or ("fc.weight" in tensors and "hidden_norm.weight" not in tensors):
+            raise ValueError("an EAGLE-1 or EAGLE-2 head, of the last layer alone; EAGLE-3 is read")
+        raise ValueError(f"architectures {made}: not an EAGLE-3 head")
+    if fields.get("model_type") not in EAGLE_LAYERS:
+        raise ValueError(
+            f"model_type {fields.get('model_type')!r} of its layer is not one of"
+            f" {', '.join(EAGLE_LAYERS)}"
+        )
+    if kv_cache.positive(fields, "num_hidden_layers", 1) != 1:
+        raise ValueError(f"num_hidden_layers {fields['num_hidden_layers']}: EAGLE-3 has one")
+    if not kv_cache.flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
+        raise ValueError("use_aux_hidden_state false: it reads the last layer alone")
+
+
+def eagle_taps(config: dict, count: int) -> tuple[int, ...]:
+    """The layers of a target of so many after which the head reads, from 0: see `Eagle`.
+
+    Example: none said, 36 layers: it enters 2, 18 and 33, so after 1, 17 and 32.
+    """
+    field = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get(field) or (config.get("eagle_config") or {}).get(field)
+    why = f"{field} {ids}"
+    if not ids:
+        ids = [2, count // 2, count - 3]
+        why = f"no {field}, so {ids}"
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ValueError(f"{why}: not a list of layers")
+    taps = [i if ids[0] == 1 else i - 1 for i in ids]
+    if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
+        raise ValueError(f"{why}: not ascending, of the target's {count} layers")
+    return tuple(taps)
+
+
 # ---------------------------------------------------------------- when it pays
 
 
@@ -747,6 +926,7 @@ MOST = 64  # guesses a round
 
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "eagle": lambda path, target, checkpoint: Eagle(path, target),
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

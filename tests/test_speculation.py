@@ -7,13 +7,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 import generate
 import model
 from generate import Engine, SamplingParams
 from sample import DRAFT, TARGET, draw, noise_key
-from speculative import Draft, Drafter
+from speculative import Draft, Drafter, Eagle
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
@@ -211,3 +212,186 @@ def test_three_tokens_of_an_engine_follow_the_models_law(rule):
     assert df > 20
     assert found < df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
     assert engine.speculation.tally.accepted > 500
+
+
+# ---------------------------------------------------------------- EAGLE-3
+
+POOL = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+EAGLES = {  # family -> the layers that a head enters; they have too few for those by default
+    "qwen3": [2, 3], "qwen2_sliding": [2, 3], "qwen3_5_text": [2, 3, 4], "gemma3": [2, 3, 4],
+    "deepseek_v3": [2, 3],
+}  # fmt: skip
+
+
+def eagle_head(folder, family: str, **changes) -> str:
+    layers = {"eagle_aux_hidden_state_layer_ids": EAGLES[family]}
+    return f"eagle:{tiny.written(folder, *tiny.eagle(**layers, **changes))}"
+
+
+def few_ids(vocab: int, count: int = 4) -> list:
+    """Texts of nearly four ids, greedy and not, so that a random head is right now and then. The
+    first two begin alike, for longer than a block."""
+    draw, work = random.Random(1), []
+    start = [draw.randrange(3, vocab) for _ in range(17)]
+    for i in range(count):
+        prompt = start * (i < 2) + [draw.randrange(3, vocab) for _ in range(draw.randrange(1, 9))]
+        params = {"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 12 + 3 * i}
+        bias = dict.fromkeys(range(5, 9), 12.0)
+        work.append((prompt, SamplingParams(ignore_eos=True, logit_bias=bias, **params)))
+    return work
+
+
+def disturbed(engine: Engine, work) -> tuple[list, list]:
+    """`served` one after the other, then all again at once, all preempted after every fourth
+    step."""
+    found = [one for each in work for one in served(engine, [each])]
+    requests = [engine.add(prompt, params) for prompt, params in work]
+    steps = 0
+    while engine.scheduler.busy:
+        engine.step()
+        engine.check()
+        steps += 1
+        for request in engine.scheduler.running[::-1] if steps % 4 == 0 else ():
+            engine.scheduler._preempt(request)
+    assert sum(request.preempted for request in requests) > len(requests)
+    return found, [(r.prompt_tokens, r.index, r.tokens, r.finish_reason) for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        *((family, "sample") for family in list(EAGLES)[:3]),
+        ("qwen3_5_text", "reject"),
+        *(pytest.param(family, "sample", marks=pytest.mark.slow) for family in list(EAGLES)[3:]),
+        *(pytest.param(f, "reject", marks=pytest.mark.slow) for f in EAGLES if f != "qwen3_5_text"),
+    ],
+)
+def test_an_eagle_head_changes_nothing_that_comes_out(tmp_path, family, rule):
+    data = checkpoint(family)
+    work = few_ids(data.config.vocab)
+    if rule == "reject":  # the same law; what is greedy is the same
+        work = work[::2]
+    plain = served(Engine(data, **POOL), work)
+    engine = Engine(
+        data, **POOL, speculative=eagle_head(tmp_path, family), spec_tokens=3, verify=rule
+    )
+    assert served(engine, work) == plain
+    tally = engine.speculation.tally
+    assert 0 < tally.guesses > tally.accepted >= (rule == "sample")
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [
+        ("qwen3_5_text", 5),
+        *(
+            pytest.param(f, n, marks=pytest.mark.slow)
+            for f in EAGLES
+            for n in (5, 64)
+            if (f, n) != ("qwen3_5_text", 5)
+        ),
+    ],
+)
+def test_an_eagle_head_in_chunks_preempted_and_after_prefix_hits(tmp_path, family, budget):
+    data = checkpoint(family)
+    work = few_ids(data.config.vocab)
+    plain = served(Engine(data, **POOL), work)
+    path = eagle_head(tmp_path, family, norm_output=True)
+    engine = Engine(data, **POOL, speculative=path, spec_tokens=3, budget=budget)
+    first, again = disturbed(engine, work)
+    assert first == again == plain
+    assert engine.counts.reused_tokens > 0 < engine.speculation.tally.accepted
+
+
+ROUND = 48  # ids in a circle
+
+
+def circle() -> model.Checkpoint:
+    """A target that says of each id, whatever was before it, the one that is 7 further: ids are
+    the axes of its residual stream, and its layers add little to them."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 7, "hidden_size": ROUND,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+        "vocab_size": ROUND, "max_position_embeddings": 128,
+    }  # fmt: skip
+    data = model.random(model.Config.from_hf(config), 0)
+    for name, x in data.tensors.items():
+        data.tensors[name] = 0.01 * x if "o_proj" in name or "down_proj" in name else x
+    data.tensors["model.embed_tokens.weight"] = torch.eye(ROUND)
+    data.tensors["lm_head.weight"] = 2 * further()
+    return data
+
+
+def further() -> torch.Tensor:
+    """Of the axis of an id that of the next one."""
+    return torch.eye(ROUND).roll(7, 0)
+
+
+def knowing(folder, reads: str) -> str:
+    """A head made by hand that guesses right. Each row attends to itself alone: its q and k are
+    the same everywhere, and rope turns them apart. What it adds makes the residual stream the axis
+    of the newest token: out of the token, or out of the feature, which is of the one before it."""
+    fields, tensors = tiny.eagle(
+        wide=ROUND, vocab=ROUND, draft_vocab_size=None, num_attention_heads=6,
+        num_key_value_heads=6, attention_bias=True, norm_before_residual=True, rope_theta=1e4,
+    )  # fmt: skip
+    tensors = {name: torch.ones_like(x) if "norm" in name else 0 * x for name, x in tensors.items()}
+    one, none = torch.eye(ROUND), torch.zeros(ROUND, ROUND)
+    tensors["fc.weight"] = torch.cat((none, one, none), 1)
+    added = (one, -one) if reads == "token" else (none, further() - one)
+    attention = "midlayer.self_attn."
+    tensors[attention + "v_proj.weight"] = torch.cat(added, 1)
+    tensors[attention + "o_proj.weight"] = one
+    focus = torch.tensor([60.0, 300.0, 600.0, 600.0, 0, 0, 0, 0]).sqrt().repeat(6)
+    tensors |= {f"{attention}{x}_proj.bias": focus.clone() for x in "qk"}
+    tensors["lm_head.weight"] = 2 * further()
+    return tiny.written(folder, fields, tensors)
+
+
+class LateEagle(Eagle):
+    """Reads the token before the one it should, or the feature."""
+
+    what = "token"
+
+    def run(self, features, tokens, step):
+        return super().run(features, (tokens - 7 * (self.what == "token")) % ROUND, step)
+
+    def learn(self, request, start, features):
+        if self.what == "feature":
+            before = self.__dict__.setdefault("before", {})
+            moved = [
+                torch.cat((last, x[:-1]))
+                for last, x in zip(before.get(request, [x[:1] for x in features]), features)
+            ]
+            before[request] = [x[-1:] for x in features]
+            features = moved
+        super().learn(request, start, features)
+
+
+@pytest.mark.parametrize("reads", ["token", "feature"])
+def test_an_eagle_head_that_knows_is_right_and_one_off_by_a_row_is_not(tmp_path, reads):
+    data = circle()
+    draw = random.Random(0)
+    work = [
+        (
+            [draw.randrange(ROUND) for _ in range(n)],
+            SamplingParams(temperature=t, seed=n, max_tokens=25),
+        )
+        for n, t in ((1, 0.0), (9, 0.0), (20, 0.5))
+    ]
+    plain = served(Engine(data, **POOL), work)
+    path = knowing(tmp_path, reads)
+    engine = Engine(data, **POOL, speculative=f"eagle:{path}", spec_tokens=4)
+    assert served(engine, work) == plain
+    tally = engine.speculation.tally
+    assert tally.accepted > 0.9 * tally.guesses > 30 and tally.a_round > 4
+    for what in ("token", "feature"):
+        late = LateEagle(path, engine.model)
+        late.what = what
+        other = Engine(data, **POOL, speculative=late, spec_tokens=4)
+        assert served(other, work) == plain
+        tally = other.speculation.tally
+        if what == reads:  # off by one it is wrong; what it does not read does not matter
+            assert tally.accepted < 0.05 * tally.guesses
+        else:
+            assert tally.accepted > 0.9 * tally.guesses

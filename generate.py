@@ -518,6 +518,7 @@ class Engine:
 
         try:
             with self.on_device:
+                self.manager.grow(made[0], prompt + 1)  # first: the others may fill a small cache
                 for own in made:
                     if self.manager.grow(own, prompt):
                         self._compute([(own, prompt)])

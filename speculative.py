@@ -36,7 +36,8 @@ Imports       kernels, kv_cache, model, sample.
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -382,7 +383,7 @@ class Chained(Cached):
         score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
     """
 
-    CHUNK = 512  # rows that wait before they are computed without being asked for
+    CHUNK = 512  # rows of a request that wait before they are computed without being asked for
 
     def learn(self, request, start, features):
         if request in self.held and self.held[request].seen != start:  # some were not for it
@@ -395,26 +396,26 @@ class Chained(Cached):
     def keep(self, requests):
         super().keep(requests)
         for request, held in self.held.items():
-            if held.pending >= self.CHUNK:
-                self._catch_up([request])
+            if held.pending > self.CHUNK:
+                self._catch_up([request], leave=1)  # a row must be left to guess from
 
     def most_for(self, request):
         held = self.held.get(request)
         ready = held is not None and held.pending and held.seen == len(request.tokens) - 1
         return self.most if ready else 0
 
-    def _catch_up(self, requests: list) -> tuple[Tensor, Tensor]:
-        """Put what was learnt into the cache: of each request's last row what `run` gives."""
+    def _catch_up(self, requests: list, leave: int = 0) -> tuple[Tensor, Tensor]:
+        """Put what was learnt into the cache, but for the last rows of each request that are to
+        be left: of the last row that is computed of each what `run` gives."""
         work, features = [], []
         for request in requests:
             held = self.held[request]
-            first = held.base + held.computed + 1
-            # the token after the last position may not be known yet, in the middle of a prompt
-            n = min(held.pending, len(request.tokens) - first)
+            n, first = held.pending - leave, held.base + held.computed + 1
+            assert first + n <= len(request.tokens), "a feature whose next token is not known"
             parts = [torch.cat(part) for part in zip(*held.features)]
             features.append([part[:n] for part in parts])
-            held.features = [[part[n:] for part in parts]] if n < held.pending else []
-            held.pending -= n
+            held.features = [[part[n:].clone() for part in parts]] if leave else []
+            held.pending = leave
             work.append((held, request.tokens[first : first + n]))
         step = self.prepare(work)
         fused = self.fuse([torch.cat(part) for part in zip(*features)])
@@ -625,6 +626,138 @@ def eagle_taps(config: dict, count: int) -> tuple[int, ...]:
     if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
         raise ValueError(f"{why}: not ascending, of the target's {count} layers")
     return tuple(taps)
+
+
+class MTP(Chained):
+    """The head that some checkpoints bring, trained with the model (multi-token prediction,
+    DeepSeek-AI 2412.19437): of the target's final hidden state at position i and of token i + 1
+    one more layer, of the target's own attending kind, makes the hidden state at i + 1, or what
+    it takes for it. The target's embedding and head are used with it.
+
+        fc [norm(embedding of token i + 1) ; norm(hidden i)] -> layer -> norm -> hidden, logits
+
+    It turns keys by position i, at which the layer's own norm, attention and MLP see the pair.
+    What it goes on from is its own hidden state after the last norm, for the target's was normed.
+    (vLLM makes DeepSeek's embedding at position 0 zero. That is not done here.)
+
+    ValueError: the checkpoint has no such head, lacks a part of it, or has more than one layer.
+    """
+
+    name, hidden = "mtp", True
+
+    def __init__(self, target: Model, checkpoint: Checkpoint):
+        config, tensors = target.config, checkpoint.tensors
+        names, spec = head_names(config, tensors), draft_spec(config)
+        router = f"{names[LAYER]}mlp.gate.", f"{names[LAYER]}mlp.experts."
+        routed = any(name.startswith(router) for name in tensors)
+        self.config = replace(
+            config, specs=(spec,), rope_of=(0,), expert_layers=(0,) if routed else ()
+        )
+        super().__init__(target, self.config.specs)
+        self.embedding, self.head = target.embedding, target.head
+        own = head_tensors(self.config, names, tensors)
+        take, E = models.Take(own, self.device, self.dtype), config.width
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            take.norm(name, E, config) for name in ("embedding_norm", "hidden_norm", "norm")
+        )
+        self.fc, _ = take.linear(["fc"], (E,), 2 * E, False, plain=True)
+        before, after = (take.norm(LAYER + x, E, config) for x in models.layer_norms(config))
+        mixer = models.MIXERS[spec.kind](take, 0, self.config)
+        mlp = (models.Experts if routed else models.MLP)(take, LAYER + "mlp.", self.config)
+        self.layer = models.Layer(before, mixer, after, mlp)
+        if "embedding.weight" in own:
+            self.embedding = take("embedding.weight", (config.vocab, E))
+        if "head.weight" in own:
+            self.head, _ = take.linear(["head"], (config.vocab,), E, False, plain=True)
+        take.finish()
+
+    def fuse(self, features):
+        return features[0]
+
+    def run(self, features, tokens, step):
+        eps, layer = self.config.eps, self.layer
+        e = kernels.rms_norm(self.embedding[tokens], self.embedding_norm, eps)
+        h = kernels.rms_norm(features, self.hidden_norm, eps)
+        x = kernels.linear(torch.cat((e, h), -1), self.fc)
+        tables = [kernels.rope_tables(step.positions, *turn) for turn in self.target.turns]
+        mixed = layer.mixer(kernels.rms_norm(x, layer.norm, eps), tables, step)
+        x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
+        _, hidden = kernels.add_norm(x, layer.mlp(normed), self.norm, eps)
+        return hidden, hidden
+
+    def score(self, x):
+        return kernels.linear(x, self.head)
+
+
+LAYER = "model.layers.0."  # where the head's layer is for the classes that a model is made of
+DEEPSEEK = {  # of an MTP head -> its name in the checkpoint, after model.layers.N.
+    "fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm",
+    "norm": "shared_head.norm", LAYER: "", "embedding": "embed_tokens", "head": "shared_head.head",
+}  # fmt: skip
+QWEN = {  # the same after mtp.
+    "fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm", LAYER: "layers.0.",
+}  # fmt: skip
+TWICE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}  # may be copies
+
+
+def draft_spec(config: Config) -> LayerSpec:
+    """The head's layer keeps what the target's last attention keeps."""
+    return next(spec for spec in config.specs[::-1] if spec.kind != "linear")
+
+
+def head_names(config: Config, tensors: Mapping) -> dict[str, str]:
+    """Part of the MTP head -> what its names begin with in the checkpoint, by the target's kind."""
+    if draft_spec(config).kind in ("latent", "sparse"):
+        prefixes, names = config.ignored, DEEPSEEK
+    elif config.gate:
+        layers = [name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")]
+        prefixes, names = ["mtp."] * max(len(set(layers)), 1), QWEN
+    else:
+        raise ValueError(
+            "mtp: a head of DeepSeek-V3's or Qwen3-Next's kind is needed, and the model is of"
+            " another kind"
+        )
+    if not prefixes:
+        raise ValueError("mtp: the model was made without a head (num_nextn_predict_layers is 0)")
+    if len(prefixes) > 1:
+        raise ValueError(f"mtp: a head of {len(prefixes)} layers is not known, only one of 1")
+    return {part: prefixes[0] + name for part, name in names.items()}
+
+
+def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dict[str, Tensor]:
+    """The MTP head's tensors by its parts' own names; of copies of the target's only those that
+    differ. Each of the checkpoint's is consumed, and has the shape that the config makes it."""
+    E, V = config.width, config.vocab
+    shapes = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (E,))
+    shapes |= {"fc.weight": (E, 2 * E)} | {f"{part}.weight": (V, E) for part in TWICE}
+    shapes |= {n: x for n, x in models.shapes(config).items() if n.startswith(LAYER)}
+    prefix = names["fc"].rpartition(".")[0] + "."
+    left = {name for name in tensors if name.startswith(prefix)}
+    own = {}
+    for name, shape in shapes.items():
+        part = LAYER if name.startswith(LAYER) else name.partition(".")[0]
+        theirs = names.get(part, "") + name.removeprefix(part)
+        if part in TWICE and theirs not in left:
+            continue  # it has none of its own
+        if theirs not in left:
+            raise ValueError(
+                f"the checkpoint has no {theirs}, a part of its MTP head, which many re-uploads lack"
+            )
+        if tuple(tensors[theirs].shape) != shape:
+            found = list(tensors[theirs].shape)
+            raise ValueError(f"{theirs} is {found}, config.json makes it {list(shape)}")
+        left.discard(theirs)
+        if part not in TWICE or not _copied(tensors[theirs], TWICE[part], tensors):
+            own[name] = tensors[theirs]
+    if unknown := sorted(x for x in left if not x.endswith(".rotary_emb.inv_freq")):
+        raise ValueError(f"mtp: {unknown[0]} is not known in a head of this kind")
+    return own
+
+
+def _copied(tensor: Tensor, name: str, tensors: Mapping) -> bool:
+    """Whether a tensor is the target's of that name, or without one its tied embedding."""
+    return torch.equal(tensor, tensors.get(name, tensors[TWICE["embedding"]]))
 
 
 # ---------------------------------------------------------------- when it pays
@@ -927,6 +1060,7 @@ MOST = 64  # guesses a round
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
     "eagle": lambda path, target, checkpoint: Eagle(path, target),
+    "mtp": lambda path, target, checkpoint: MTP(target, checkpoint),
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

@@ -36,6 +36,7 @@ Imports       kernels, kv_cache, model, sample.
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -827,7 +828,7 @@ class Acceptance:
         return chances
 
 
-def choose(costs: Costs, chances: list[list[float]], sampled: int, rows: int, guessing_s=float):
+def choose(costs: Costs, chances: list[list[float]], sampled: int, rows: int, guessing_s=lambda n: 0.0):
     """How many guesses to verify of each draft: those with the best chances, as long as tokens a
     second rise. Gives the counts, and what they lead to expect: (tokens, seconds) of the step.
 
@@ -838,17 +839,17 @@ def choose(costs: Costs, chances: list[list[float]], sampled: int, rows: int, gu
     in 14, 2.1 in 18. One guess it is.
     """
     order = sorted((-chance, j, r) for r, own in enumerate(chances) for j, chance in enumerate(own))
-    counts, tokens = [0] * len(chances), float(sampled)
-    found = counts.copy(), (tokens, costs.step_s(rows))
+    tokens, drafts, longest = float(sampled), 0, 0
+    found = 0, (tokens, costs.step_s(rows))
     best = MARGIN * tokens / found[1][1]
-    for m, (chance, _, r) in enumerate(order, 1):
-        counts[r] += 1
-        tokens -= chance
-        seconds = costs.step_s(rows + m, sum(map(bool, counts))) + guessing_s(max(counts))
+    for m, (chance, j, _) in enumerate(order, 1):
+        drafts, longest, tokens = drafts + (j == 0), max(longest, j + 1), tokens - chance
+        seconds = costs.step_s(rows + m, drafts) + guessing_s(longest)
         if tokens / seconds > best:
             best = tokens / seconds
-            found = counts.copy(), (tokens, seconds)
-    return found
+            found = m, (tokens, seconds)
+    chosen = Counter(r for _, _, r in order[: found[0]])
+    return [chosen[r] for r in range(len(chances))], found[1]
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48)  # rows of the steps that are measured

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import generate
 import model
 import speculative
 import tiny
@@ -119,7 +118,7 @@ class Loud(Drafter):
 
 def talking(letters=bytes(range(256)), **settings) -> Engine:
     base = {"device": "cpu", "dtype": "float32", "max_len": 64, "kv_memory": 2**20}
-    return Engine(generate.byte_checkpoint(letters), **base | settings)
+    return Engine(byte_checkpoint(letters), **base | settings)
 
 
 def begun(engine: Engine, prompt: str, **fields):

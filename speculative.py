@@ -19,7 +19,8 @@ The data      tokens   ... the cat sat on           draft   the mat and
 Invariants    1. rule "sample": each row draws by its own noise what it would have drawn anyway,
                  and a guess is accepted if it is just that: same seed, same tokens
               2. rule "reject": a guess d, drawn from q, is accepted with min(1, p(d) / q(d)), else
-                 a token is drawn from what p has more than q: each token's law is p
+                 a token is drawn from what p has more than q: each token's law is p. What was
+                 certain, and at temperature 0 all, is drawn and compared as in 1
               3. p is what sampling draws by: after penalties, bias, mask, temperature, filters
               4. a row's history and mask hold the guesses before it
               5. whether and where a draft ends depends on no coin that verifies it, and of what a
@@ -35,10 +36,13 @@ Imports       kernels, kv_cache, model, sample.
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -57,6 +61,7 @@ from sample import (
 class Draft:
     """Guesses for one request.
 
+    ids      of the target's vocabulary; one outside it never stays
     beliefs  (k, V), the distribution that each was drawn from; None: each was certain, whatever
              the noise
     kind     drafts of a kind are accepted alike: of an n-gram how long it is
@@ -82,90 +87,106 @@ def verify(logits: Tensor, rows: list[Row], drafts: list[Draft], rule="sample") 
     drawn.
 
     rule  "sample": draw at each row, stay while the guess is what was drawn. "reject": Leviathan
-          et al. 2211.17192, Chen et al. 2302.01318; accepts more where a guess was drawn from q
+          et al. 2211.17192, Chen et al. 2302.01318; accepts more of guesses that were drawn. Of
+          those that were certain it would accept as many as "sample", and does what that does
 
     Example: drafts [7, 8], drawn 7, 9, 4: out come 7 and 9.
     """
-    assert len(rows) == sum(1 + len(draft.ids) for draft in drafts), "rows that are no draft's"
-    if rule == "sample":
-        drawn = list(zip(*sample(logits, rows)))
-        stays, at = [], 0
-        for draft in drafts:
-            own = drawn[at : at + 1 + len(draft.ids)]
-            at += len(own)
-            stays.append(own[: 1 + agreed(draft.ids, [id for id, *_ in own])])
-    else:
-        stays = _reject(logits, rows, drafts)
-    # what cannot be drawn is for the next step to find, if something comes before it
-    return [own[:-1] if len(own) > 1 and own[-1][0] is None else own for own in stays]
+    spans, at = [], 0  # the rows of each draft
+    for draft in drafts:
+        spans.append(range(at, at + 1 + len(draft.ids)))
+        at = spans[-1].stop
+    assert len(rows) == at, f"{len(rows)} rows for drafts of {at}"
+    judges = [_judge(rule, draft, rows[span.start]) for draft, span in zip(drafts, spans)]
+    result: list[list] = [[] for _ in drafts]
+    for judge in (_compare, _reject):
+        mine = [i for i, one in enumerate(judges) if one is judge]
+        own = [row for i in mine for row in spans[i]]
+        if not own:
+            continue
+        part = logits if len(own) == len(rows) else logits[own]
+        stays = judge(part, [rows[row] for row in own], [drafts[i] for i in mine])
+        for i, came in zip(mine, stays):
+            # what cannot be drawn is for the next step to find, if something comes before it
+            result[i] = came[:-1] if len(came) > 1 and came[-1][0] is None else came
+    return result
+
+
+def _judge(rule: str, draft: Draft, row: Row):
+    """What verifies a draft: coins only where they accept more than the target's own draws."""
+    drawn = draft.beliefs is not None and len(draft.ids) > 0
+    by_coins = rule == "reject" and drawn and row.params.temperature > 0
+    return _reject if by_coins else _compare
+
+
+def _compare(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]:
+    """Draw at every row; guesses stay as long as they are just that."""
+    drawn, at, result = list(zip(*sample(logits, rows))), 0, []
+    for draft in drafts:
+        own = drawn[at : at + 1 + len(draft.ids)]
+        at += len(own)
+        result.append(own[: 1 + agreed(draft.ids, [id for id, *_ in own])])
+    return result
 
 
 def agreed(guesses: list[int], ids: list[int]) -> int:
     """How many of the first guesses are just these ids."""
     pairs = zip(guesses, ids)
-    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), len(guesses))
+    most = min(len(guesses), len(ids))
+    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), most)
 
 
 def _reject(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]:
+    """Guesses stay while their coins fall below their chances; at the first that goes, and after
+    the last, what p has more than q is drawn from. The last row has no guess: its q is 0."""
     p, took = distribution(logits, rows)
-    sizes = [1 + len(draft.ids) for draft in drafts]
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    counts = [
-        _accepted(draft, p[at : at + len(draft.ids)], rows[at : at + len(draft.ids)])
-        for draft, at in zip(drafts, firsts)
-    ]
-    ends = [at + n for at, n in zip(firsts, counts)]  # the row that each draft ends at
-    laws, keys = p[ends], []
-    for i, (draft, n, end) in enumerate(zip(drafts, counts, ends)):
-        rejected = n < len(draft.ids)
-        if rejected:
-            laws[i] = residual(laws[i], belief(draft, n, len(laws[i]), p.device))
-        domain = RESIDUAL if rejected else rows[end].domain
-        keys.append(noise_key(rows[end].seed, domain, rows[end].position))
-    drawn = draw(laws, keys).tolist()
+    q = torch.cat([F.pad(believed(draft, p.shape[1], p.device), (0, 0, 0, 1)) for draft in drafts])
+    ids = [id for draft in drafts for id in [*draft.ids, -1]]
+    chances = chance(share(p, ids), share(q, ids)).tolist()
+    coins = uniform([noise_key(row.seed, ACCEPT, row.position) for row in rows], ids)
+    goes = [coin >= chance for coin, chance in zip(coins, chances)]
+    firsts = [0, *accumulate(1 + len(draft.ids) for draft in drafts)][:-1]
+    ends = [goes.index(True, first) for first in firsts]
+    keys = [noise_key(rows[end].seed, RESIDUAL, rows[end].position) for end in ends]
+    drawn = draw(residual(p[ends], q[ends]), keys).tolist()
     result = []
-    for draft, at, n, id in zip(drafts, firsts, counts, drawn):
-        ids = [*draft.ids[:n], id if id >= 0 else None]
-        own = slice(at, at + n + 1)
-        result.append(list(zip(ids, logprobs(logits[own], rows[own], ids), took[own])))
+    for first, end, id in zip(firsts, ends, drawn):
+        own, came = slice(first, end + 1), [*ids[first:end], id if id >= 0 else None]
+        result.append(list(zip(came, logprobs(logits[own], rows[own], came), took[own])))
     return result
 
 
-def _accepted(draft: Draft, p: Tensor, rows: list[Row]) -> int:
-    """How many guesses the coins let stay: p (k, V), a row for each."""
-    if not draft.ids:
-        return 0
-    ids = torch.tensor(draft.ids, device=p.device)[:, None]
-    chances = p.gather(1, ids)[:, 0].tolist()
-    beliefs = [1.0] * len(chances)
-    if draft.beliefs is not None:
-        beliefs = draft.beliefs.to(p).nan_to_num(0).gather(1, ids)[:, 0].tolist()
-    keys = [noise_key(row.seed, ACCEPT, row.position) for row in rows]
-    for j, (coin, a, b) in enumerate(zip(uniform(keys, draft.ids), chances, beliefs)):
-        if not accepts(coin, a, b):
-            return j
-    return len(draft.ids)
+def share(law: Tensor, ids: list[int]) -> Tensor:
+    """What each row of a law (R, V) has of its id, 0 of one outside the vocabulary: (R,)."""
+    inside = [0 <= id < law.shape[1] for id in ids]
+    places = torch.tensor([id if x else 0 for id, x in zip(ids, inside)], device=law.device)
+    found = law.gather(1, places[:, None])[:, 0]
+    return found.masked_fill(~torch.tensor(inside, device=law.device), 0)
 
 
-def accepts(coin: float, p: float, q: float) -> bool:
-    """Whether a guess stays that q was the chance of: with min(1, p / q). Never one with p = 0."""
-    return coin * q < p
-
-
-def belief(draft: Draft, j: int, vocab: int, device) -> Tensor:
-    """The distribution (V,) that guess j was drawn from."""
-    if draft.beliefs is not None:
-        return draft.beliefs[j].double().nan_to_num(0)
-    certain = torch.zeros(vocab, dtype=torch.float64, device=device)
-    certain[draft.ids[j]] = 1
-    return certain
+def chance(p: Tensor, q: Tensor) -> Tensor:
+    """The chance that a guess stays, by what p and q have of it: min(1, p / q); 0 if p is 0."""
+    return (p / q).clamp(max=1).nan_to_num(0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p has more than q, made a distribution; p itself where that is nothing: (V,)."""
+    """What p has more than q, made a distribution; p itself where that is nothing: (R, V)."""
     more = (p - q).clamp(min=0)
-    total = more.sum()
-    return more / total if total > 0 else p
+    total = more.sum(-1, keepdim=True)
+    return torch.where(total > 0, more / total, p)
+
+
+def believed(draft: Draft, vocab: int, device) -> Tensor:
+    """The distributions that guesses were drawn from: (k, V).
+
+    One that cannot be true, being none or having nothing of the guess, is as if the guess had
+    been certain: that is fair whatever it came from. Another vocabulary's is cut or filled up.
+    """
+    q = draft.beliefs.to(device, torch.float64)
+    sound = (q >= 0).all(-1) & ((q.sum(-1) - 1).abs() < 1e-4) & (share(q, draft.ids) > 0)
+    ids = torch.tensor(draft.ids, device=device)[:, None]
+    certain = (ids == torch.arange(vocab, device=device)).double()
+    return torch.where(sound[:, None], F.pad(q, (0, vocab - q.shape[1])), certain)
 
 
 # ---------------------------------------------------------------- who guesses
@@ -1097,7 +1118,9 @@ class Acceptance:
         return chances
 
 
-def choose(costs: Costs, chances: list[list[float]], sampled: int, rows: int, guessing_s=float):
+def choose(
+    costs: Costs, chances: list[list[float]], sampled: int, rows: int, guessing_s=lambda n: 0.0
+):
     """How many guesses to verify of each draft: those with the best chances, as long as tokens a
     second rise. Gives the counts, and what they lead to expect: (tokens, seconds) of the step.
 
@@ -1108,17 +1131,17 @@ def choose(costs: Costs, chances: list[list[float]], sampled: int, rows: int, gu
     in 14, 2.1 in 18. One guess it is.
     """
     order = sorted((-chance, j, r) for r, own in enumerate(chances) for j, chance in enumerate(own))
-    counts, tokens = [0] * len(chances), float(sampled)
-    found = counts.copy(), (tokens, costs.step_s(rows))
+    tokens, drafts, longest = float(sampled), 0, 0
+    found = 0, (tokens, costs.step_s(rows))
     best = MARGIN * tokens / found[1][1]
-    for m, (chance, _, r) in enumerate(order, 1):
-        counts[r] += 1
-        tokens -= chance
-        seconds = costs.step_s(rows + m, sum(map(bool, counts))) + guessing_s(max(counts))
+    for m, (chance, j, _) in enumerate(order, 1):
+        drafts, longest, tokens = drafts + (j == 0), max(longest, j + 1), tokens - chance
+        seconds = costs.step_s(rows + m, drafts) + guessing_s(longest)
         if tokens / seconds > best:
             best = tokens / seconds
-            found = counts.copy(), (tokens, seconds)
-    return found
+            found = m, (tokens, seconds)
+    chosen = Counter(r for _, _, r in order[: found[0]])
+    return [chosen[r] for r in range(len(chances))], found[1]
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48)  # rows of the steps that are measured

@@ -1,8 +1,14 @@
-"""speculative.py without an engine: each drafter against a slower one."""
+"""speculative.py by itself: guesses verified, by every outcome of the coins; who guesses; what pays.
+
+With the engine around it: test_speculation.py. Chi-squares are one-sided at 1e-6, seeds fixed.
+"""
 
 import math
-from dataclasses import dataclass, field
+import random
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
 import tiny
@@ -11,8 +17,620 @@ import torch
 import kv_cache
 import model
 import speculative
-from sample import DRAFT, Row, SamplingParams, distribution, draw, noise_key, sample
-from speculative import DFlash, agreed, dflash_layers
+from sample import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    TARGET,
+    Row,
+    SamplingParams,
+    distribution,
+    draw,
+    noise_key,
+    sample,
+    uniform,
+)
+from speculative import Draft, agreed, believed, chance, residual, verify
+
+torch.set_num_threads(1)
+
+# ================================================================ verification
+
+
+def params(**fields):
+    return SamplingParams(**fields).with_defaults({})
+
+
+def peaks(*ids, vocab=10):
+    """Logits (R, V) of rows that draw just these ids."""
+    logits = torch.zeros(len(ids), vocab)
+    logits[range(len(ids)), ids] = 50.0
+    return logits
+
+
+def rows_of(count, seed=1, start=5, **fields):
+    """Rows at neighbouring positions."""
+    return [Row(params(**fields), seed, start + j) for j in range(count)]
+
+
+def ids_of(came):
+    return [[id for id, *_ in own] for own in came]
+
+
+def words(allowed):
+    """A mask of up to 31 ids."""
+    return torch.tensor([sum(1 << i for i in allowed)], dtype=torch.int32)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize("rule", speculative.RULES)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_first_guess_that_is_not_drawn_is_replaced_and_what_follows_it_goes(rule, temperature):
+    rows = rows_of(3, temperature=temperature)
+    for drawn, ids, came in (
+        ((7, 9, 4), [7, 8], [7, 9]),
+        ((6, 8, 4), [7, 8], [6]),
+        ((7, 8, 4), [7, 8], [7, 8, 4]),
+    ):
+        certain = torch.nn.functional.one_hot(torch.tensor(ids), 10).double()
+        for draft in (Draft(ids), Draft(ids, certain)):
+            assert ids_of(verify(peaks(*drawn), rows, [draft], rule)) == [came]
+
+
+def test_agreed_counts_up_to_the_first_difference():
+    assert agreed([7, 8], [7, 9, 4]) == 1
+    assert agreed([7, 8], [7, 8, 4]) == 2
+    assert agreed([7, 8], [6, 8]) == 0
+    assert agreed([7, 8], [7]) == 1  # nothing is known of the rest
+    assert agreed([], [7]) == agreed([], []) == 0
+    assert agreed([7], [None]) == 0
+
+
+def test_a_guess_stays_as_often_as_p_has_of_it_what_q_has():
+    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.4, 0.0]), torch.tensor([0.2, 0.6, 0.2, 0.1, 0, 0])
+    assert chance(p, q).tolist() == pytest.approx([1, 0.5, 1, 0, 1, 0])
+
+
+def test_what_p_has_more_than_q_is_a_distribution_and_p_itself_where_that_is_nothing():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]])
+    q = torch.tensor([[0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0], [0.2, 0.3, 0.5]])
+    expected = [[2 / 3, 0, 1 / 3], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0, 0, 0]]
+    assert torch.allclose(residual(p, q), torch.tensor(expected))
+
+
+def test_a_belief_that_cannot_be_true_is_as_if_the_guess_had_been_certain():
+    nan, inf = math.nan, math.inf
+    fine = [0.25, 0.75, 0, 0]
+    for q, read in (
+        (fine, fine),
+        ([0.2, 0.8], [0.2, 0.8, 0, 0]),  # of a smaller vocabulary
+        ([0.1, 0.3, 0.2, 0.2, 0.15, 0.05], [0.1, 0.3, 0.2, 0.2]),  # of a larger one
+        ([nan] * 4, None),
+        ([0.25, 0.75, 0, nan], None),
+        ([inf, 0.5, 0, 0], None),
+        ([0, 0, 0, 0], None),
+        ([0.5, 1.5, 0, 0], None),  # twice too much
+        ([0.1, 0.3, 0, 0], None),
+        ([1.25, 0.75, -1, 0], None),
+        ([1, 0, 0, 0], None),  # then the guess could not have come
+    ):
+        found = believed(Draft([1], torch.tensor([q])), 4, "cpu")
+        assert torch.allclose(found.float(), torch.tensor([read or [0.0, 1, 0, 0]])), q
+    assert believed(Draft([5], torch.tensor([fine])), 4, "cpu").tolist() == [[0, 0, 0, 0]]
+    wide = torch.tensor([[0.1, 0.3, 0.2, 0.2, 0.15, 0.05]])
+    assert torch.equal(believed(Draft([5], wide), 4, "cpu"), wide[:, :4].double())
+
+
+@pytest.mark.parametrize("rule", speculative.RULES)
+def test_guesses_outside_the_vocabulary_never_stay(rule):
+    """Not even where the row would be indexed from its end by a negative one."""
+    for outside in (-1, -10, 10, 11, 2**40):
+        for beliefs in (None, torch.full((2, 10), 0.1), torch.full((2, 12), 1 / 12)):
+            draft = Draft([9, outside], beliefs)
+            came = verify(peaks(9, 9, 3), rows_of(3), [draft], rule)
+            assert ids_of(came) == [[9, 9]]
+
+
+@pytest.mark.parametrize("rule", speculative.RULES)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_row_that_nothing_can_be_drawn_from_is_left_to_the_next_step(rule, temperature, bad):
+    beliefs = torch.full((2, 10), 0.05)
+    beliefs[:, 7] = 0.55
+    for broken, came in ((0, [None]), (1, [7]), (2, [7, 7])):
+        logits = peaks(7, 7, 7)
+        logits[broken] = bad
+        rows = [*rows_of(3, temperature=temperature), *rows_of(1)]
+        for draft in (Draft([7, 7]), Draft([7, 7], beliefs)):
+            found = verify(torch.cat((logits, peaks(4))), rows, [draft, Draft()], rule)
+            assert ids_of(found) == [came, [4]]
+
+
+@pytest.mark.parametrize("rule", speculative.RULES)
+def test_logprobs_and_what_masks_took_are_of_the_row_that_verified_the_guess(rule):
+    """Of the raw row, only where asked for; three rows of [1 2 5], [5 1 2] and [2 5 1] eighths."""
+    logits = torch.tensor([[1.0, 2, 5], [5, 1, 2], [2, 5, 1]]).log()
+    masks = [words([1, 2]), words([0, 1]), words([2])]
+    beliefs = torch.tensor([[0, 0, 1.0], [1, 0, 0]])
+    for told in (None, beliefs):
+        asked = [
+            Row(params(top_k=1, logprobs=1), 3, 4 + j, mask=mask) for j, mask in enumerate(masks)
+        ]
+        masked = [Row(params(), 3, 9 + j, mask=words([0, 1, 2])) for j in range(2)]
+        everyone = torch.cat((logits[1:], logits, logits[:1]))
+        drafts = [Draft([1], None if told is None else told[:1]), Draft([2, 0], told), Draft()]
+        first, own, last = verify(everyone, [*masked, *asked, Row(params(), 3, 9)], drafts, rule)
+        assert [id for id, *_ in own] == [2, 0, 2]
+        assert [x.id for _, x, _ in own] == [2, 0, 2]
+        assert [x.logprob for _, x, _ in own] == pytest.approx(torch.tensor([5, 5, 1]).div(8).log())
+        assert [x.top[0][0] for _, x, _ in own] == [2, 0, 1]
+        assert [x[0] for _, _, x in own] == pytest.approx([1 / 8, 2 / 8, 7 / 8])
+        assert [x[1] for _, _, x in own] == [False, False, True]
+        assert all(x is None and took[0] == 0 for _, x, took in first)
+        assert last[0][1] is last[0][2] is None
+
+
+def test_a_guess_stays_if_its_coin_falls_below_its_chance():
+    """Its own coin: of its seed, position and id; what takes its place has another noise."""
+    law, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
+    seen = set()
+    for seed in range(80):
+        ids = [seed % 4, seed // 4 % 4]
+        rows = rows_of(3, seed)
+        coins = uniform([noise_key(seed, ACCEPT, row.position) for row in rows[:2]], ids)
+        goes = [coin >= min(1, law[id] / q[id]) for coin, id in zip(coins, ids)]
+        n = [*goes, True].index(True)
+        left = (law - q).clamp(min=0) if n < 2 else law
+        expected = int(draw(left[None], [noise_key(seed, RESIDUAL, 5 + n)]))
+        found = verify(law.log().expand(3, 4), rows, [Draft(ids, q.expand(2, 4))], "reject")
+        assert ids_of(found) == [[*ids[:n], expected]]
+        seen.add(n)
+    assert seen == {0, 1, 2}
+
+
+def test_a_drafter_that_believes_what_the_target_does_is_always_right_under_reject():
+    """And under "sample" only by chance, one time in ten, unless it draws by the same noise."""
+    logits, count = torch.zeros(3, 10), 300
+    rows = [row for seed in range(count) for row in rows_of(3, seed)]
+    p, _ = distribution(logits, rows[:3])
+    right = {}
+    for domain in (DRAFT, TARGET):
+        keys = [noise_key(row.seed, domain, row.position) for row in rows]
+        ids = draw(p[:1].expand(3 * count, -1), keys).tolist()
+        drafts = [Draft(ids[3 * i : 3 * i + 2], p[:2]) for i in range(count)]
+        for rule in speculative.RULES:
+            came = verify(logits.repeat(count, 1), rows, drafts, rule)
+            right[rule, domain] = sum(len(own) - 1 for own in came) / (2 * count)
+    assert right["reject", DRAFT] == right["sample", TARGET] == 1
+    assert right["sample", DRAFT] < 0.15
+
+
+def test_rows_are_as_many_as_the_drafts_need():
+    with pytest.raises(AssertionError, match="2 rows for drafts of 3"):
+        verify(peaks(1, 2), rows_of(2), [Draft([1, 2])])
+
+
+def test_a_draft_is_cut_with_its_beliefs():
+    draft = Draft([1, 2, 3], torch.eye(3), kind=4).cut(2)
+    assert (draft.ids, draft.beliefs.tolist(), draft.kind) == ([1, 2], torch.eye(3)[:2].tolist(), 4)
+    assert Draft([1, 2]).cut(1) == Draft([1]) and Draft([1, 2]).cut(9) == Draft([1, 2])
+
+
+# ---------------------------------------------------------------- the law, by enumeration
+#
+# A target of a few tokens whose next one depends on all before, a drafter with a law of its own,
+# and instead of noise every outcome: each draft with its chance, each number of guesses that stay
+# with the chance of such coins, each token with that of its law. `verify` decides all of it, with
+# coins put just below and just above where they have to matter. Over several rounds the joint law
+# of the first three tokens has to be the target's own.
+
+
+def law_of(logits, p, history=(), prompt_tokens=0, allowed=None):
+    """What should be drawn from a row, in plain Python: a list of probabilities."""
+    scores = list(logits)
+    for i in set(history):
+        penalty = p.repetition_penalty
+        scores[i] = scores[i] / penalty if scores[i] > 0 else scores[i] * penalty
+    output = list(history[prompt_tokens:])
+    for i in set(output):
+        scores[i] -= p.presence_penalty + p.frequency_penalty * output.count(i)
+    for i, bias in (p.logit_bias or {}).items():
+        scores[i] += bias
+    ids = [i for i in range(len(scores)) if allowed is None or i in allowed]
+    ids.sort(key=lambda i: (-scores[i], i))
+    weights = {i: math.exp((scores[i] - scores[ids[0]]) / p.temperature) for i in ids}
+    if p.top_k > 0:
+        ids = ids[: p.top_k]
+    total, mass, kept = sum(weights[i] for i in ids), 0.0, []
+    for i in ids:
+        if mass < p.top_p * total and weights[i] >= p.min_p:
+            kept.append(i)
+        mass += weights[i]
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(scores))]
+
+
+class World:
+    """A target and a drafter of V tokens after a prompt of two.
+
+    Logits are multiples of 1/64, so that penalties by powers of two are exact in float32.
+    """
+
+    def __init__(self, V, k, drafter, fields, masked=False, seed=0):
+        self.V, self.k, self.drafter, self.masked = V, k, drafter, masked
+        self.params = params(**fields)
+        draw = random.Random(seed)
+        self.target, self.own = (
+            {key: [draw.randrange(-128, 128) / 64 for _ in range(V + 2)] for key in range(5 * V)}
+            for _ in range(2)
+        )
+        self.laws, self.beliefs = {}, {}
+
+    def key(self, prefix):
+        return (prefix[-1] if prefix else 0) + self.V * (len(prefix) % 5)
+
+    def row(self, prefix, seed=0, domain=TARGET):
+        allowed = self.allowed(prefix)
+        mask = None if allowed is None else words(allowed)
+        history = [0, 1, *prefix]
+        return Row(self.params, seed, len(history), history, mask, 2, domain)
+
+    def logits(self, prefix):
+        return self.target[self.key(prefix)][: self.V]
+
+    def allowed(self, prefix):
+        return {i for i in range(self.V) if (i + self.key(prefix)) % 3} if self.masked else None
+
+    def law(self, prefix):
+        if prefix not in self.laws:
+            rest = ([0, 1, *prefix], 2, self.allowed(prefix))
+            self.laws[prefix] = law_of(self.logits(prefix), self.params, *rest)
+        return self.laws[prefix]
+
+    def belief(self, prefix):
+        """What the drafter draws the token after a prefix from: hotter, and of its own."""
+        key = self.key(prefix)
+        if key not in self.beliefs:
+            width = {"narrow": self.V - 1, "wide": self.V + 2}.get(self.drafter, self.V)
+            self.beliefs[key] = law_of(self.own[key][:width], params(temperature=1.5))
+        return self.beliefs[key]
+
+    def drafts(self, prefix):
+        """Each draft after a prefix: (its chance, the Draft, what its beliefs should count as)."""
+        k = len(prefix) % (self.k + 1) if self.drafter == "sometimes none" else self.k
+        grown = [((), 1.0)]
+        for _ in range(k):
+            grown = [
+                (ids + more, share * chance)
+                for ids, share in grown
+                for more, chance in self.guesses(prefix, ids)
+            ]
+        for ids, share in grown:
+            laws = [self.belief(self.seen(prefix + ids[:j])) for j in range(len(ids))]
+            certain = [[float(i == id) for i in range(self.V)] for id in ids]
+            told = read = laws
+            if self.drafter in ("certain", "said to be certain"):
+                told = read = certain
+            if self.drafter == "says another law":  # it draws from one and tells of a colder one
+                told = read = [[x**3 / sum(y**3 for y in law) for x in law] for law in laws]
+            if self.drafter == "broken":
+                told, read = [[math.nan] * self.V for _ in ids], certain
+            told = torch.tensor(told, dtype=torch.float64)
+            yield share, Draft(list(ids), told), read
+
+    def seen(self, prefix):
+        return tuple(min(id, self.V - 1) for id in prefix)  # a drafter's own ids are its own affair
+
+    def guesses(self, prefix, ids):
+        """The next guess and its chance; none more after one that ends a draft, and stays in it."""
+        if ids and (ids[-1] >= self.V or (self.drafter == "ends early" and ids[-1] in (0, 2))):
+            return [((), 1.0)]
+        if self.drafter == "drops what it looked at":
+            laws = self.belief(prefix + ids)
+            return [((i,) if i not in (0, 2) else (), x) for i, x in enumerate(laws)]
+        if self.drafter == "certain":
+            return [((self.key(prefix + ids) * 7 % self.V,), 1.0)]
+        return [((i,), x) for i, x in enumerate(self.belief(prefix + ids)) if x > 0]
+
+
+def outcomes(world, prefixes, monkeypatch):
+    """What one round makes of each prefix: {prefix: {the ids that come: chance}}."""
+    logits, rows, drafts, coins, cases = [], [], [], [], []
+    for prefix in prefixes:
+        for share, draft, read in world.drafts(prefix):
+            before = [prefix + tuple(draft.ids[:j]) for j in range(len(draft.ids) + 1)]
+            limits = [
+                min(1.0, world.law(at)[id] / q[id]) if id < world.V else 0.0
+                for at, id, q in zip(before, draft.ids, read)
+            ]
+            for n in range(len(limits) + 1):
+                weight = share * math.prod(limits[:n])
+                weight *= 1 - limits[n] if n < len(limits) else 1
+                if weight == 0:  # no coin is that large, or that small: the smallest is below
+                    continue
+                own = [limit * (1 - 1e-12) for limit in limits[:n]]
+                own += [max(limit * (1 + 1e-12), 2.0**-33) for limit in limits[n:]]
+                cases.append((prefix, tuple(draft.ids[:n]), weight))
+                drafts.append(draft)
+                coins += [*own, 0.5] if draft.ids else []
+                at = [world.seen(x) for x in before]  # what follows an id outside is not looked at
+                logits += [world.logits(x) for x in at]
+                rows += [world.row(x) for x in at]
+    laws = {True: [], False: []}  # that tokens are drawn by, after a draft and without one
+
+    def no_noise(probabilities, keys):
+        laws[True] += probabilities.tolist()
+        return torch.zeros(len(keys), dtype=torch.int64)
+
+    def no_sample(logits, rows):
+        laws[False] += distribution(logits, rows)[0].tolist()
+        return [0] * len(rows), [None] * len(rows), [None] * len(rows)
+
+    monkeypatch.setattr(speculative, "uniform", lambda keys, ids: coins)
+    monkeypatch.setattr(speculative, "draw", no_noise)
+    monkeypatch.setattr(speculative, "sample", no_sample)
+    came = verify(torch.tensor(logits), rows, drafts, "reject")
+    monkeypatch.undo()
+    result = {prefix: defaultdict(float) for prefix in prefixes}
+    laws = {how: iter(own) for how, own in laws.items()}
+    for (prefix, stay, weight), draft, own in zip(cases, drafts, came):
+        assert tuple(id for id, *_ in own) == (*stay, 0)
+        law = next(laws[bool(draft.ids)])
+        assert sum(law) == pytest.approx(1, abs=1e-12)
+        for id, x in enumerate(law):
+            result[prefix][(*stay, id)] += weight * x
+    return result
+
+
+def joint(world, length, monkeypatch):
+    """The law of the first tokens, over as many rounds as they take, and as it should be."""
+    prefixes = [p for n in range(length) for p in product(range(world.V), repeat=n)]
+    rounds = outcomes(world, prefixes, monkeypatch)
+    found, expected = defaultdict(float), defaultdict(float)
+    todo = {(): 1.0}
+    while todo:
+        grown = defaultdict(float)
+        for prefix, weight in todo.items():
+            for ids, x in rounds[prefix].items():
+                whole = prefix + ids
+                if x and len(whole) >= length:
+                    found[whole[:length]] += weight * x
+                elif x:
+                    grown[whole] += weight * x
+        todo = grown
+    for ids in product(range(world.V), repeat=length):
+        expected[ids] = math.prod(world.law(ids[:j])[ids[j]] for j in range(length))
+    return found, expected
+
+
+SETTINGS = {
+    "plain": {},
+    "top_p": {"temperature": 0.75, "top_p": 0.85},
+    "top_k": {"temperature": 1.5, "top_k": 2},
+    "min_p": {"temperature": 0.5, "min_p": 0.2},
+    "penalties": {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    "all": {
+        "temperature": 1.25, "top_k": 3, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 0.5,
+        "frequency_penalty": 1.0, "logit_bias": {1: 0.75},
+    },
+    "masked": {"top_p": 0.9},
+}  # fmt: skip
+DRAFTERS = [
+    "own", "certain", "said to be certain", "ends early", "sometimes none", "broken", "narrow",
+    "wide",
+]  # fmt: skip
+
+
+def test_a_drafter_that_breaks_the_rules_is_seen(monkeypatch):
+    """A control: one that looks at a guess and then drops it, and one that drew from another law
+    than it tells of. Nothing in a verification could make up for that."""
+    for drafter in ("drops what it looked at", "says another law"):
+        found, expected = joint(World(4, 1, drafter, {}), 3, monkeypatch)
+        assert sum(found.values()) == pytest.approx(1)
+        assert sum(abs(found[ids] - expected[ids]) for ids in expected) / 2 > 0.01, drafter
+
+
+def assert_exact(V, k, drafter, setting, monkeypatch, seed=0):
+    world = World(V, k, drafter, SETTINGS[setting], setting == "masked", seed)
+    found, expected = joint(world, 3, monkeypatch)
+    assert set(x for x in found if found[x]) == set(x for x in expected if expected[x])
+    for ids in expected:
+        assert found[ids] == pytest.approx(expected[ids], abs=1e-12), ids
+
+
+@pytest.mark.parametrize(
+    "setting, drafter", [*zip([*SETTINGS, "top_p"], DRAFTERS), ("masked", "own")]
+)
+def test_the_law_of_three_tokens_is_exact(setting, drafter, monkeypatch):
+    assert_exact(4, 2, drafter, setting, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_law_of_three_tokens_is_exact_in_every_setting(setting, drafter, monkeypatch):
+    assert_exact(4, 2, drafter, setting, monkeypatch, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("V, k", [(6, 2), (4, 3)])
+@pytest.mark.parametrize("setting, drafter", [("top_p", "own"), ("all", "ends early")])
+def test_the_law_of_three_tokens_is_exact_for_more(V, k, setting, drafter, monkeypatch):
+    assert_exact(V, k, drafter, setting, monkeypatch, seed=2)
+
+
+# ---------------------------------------------------------------- the same tokens
+
+
+class Talk:
+    """Requests of every kind, whose logits, masks and guesses depend on all that came before."""
+
+    V = 24
+
+    def __init__(self, count, seed, **fields):
+        draw = random.Random(seed)
+        self.table = torch.randn(997, self.V, generator=torch.Generator().manual_seed(seed)) * 3
+        self.begun = [draw.sample(range(self.V), draw.randrange(1, 6)) for _ in range(count)]
+        self.params = []
+        for i in range(count):
+            kind = {
+                "temperature": draw.choice([0, 0.5, 1.0, 2.0]),
+                "top_k": draw.choice([0, 0, 5]),
+                "top_p": draw.choice([1.0, 0.9]),
+                "min_p": draw.choice([0.0, 0.0, 0.1]),
+                "repetition_penalty": draw.choice([1.0, 1.3]),
+                "frequency_penalty": draw.choice([0.0, 0.5]),
+                "logit_bias": draw.choice([None, {3: 2.0}]),
+                "logprobs": draw.choice([None, 2]),
+            }
+            self.params.append(params(**kind | fields))
+
+    def state(self, i, tokens):
+        return hash((i, *tokens)) % 997
+
+    def row(self, i, tokens, domain=TARGET):
+        at = self.state(i, tokens)
+        mask = words([x for x in range(self.V) if (x + at) % 3]) if i % 3 == 0 else None
+        return Row(self.params[i], 100 + i, len(tokens), tokens, mask, len(self.begun[i]), domain)
+
+    def plain(self, count):
+        """Without guesses: for each request (id, logprobs, took) of so many tokens."""
+        texts, said = [list(x) for x in self.begun], [[] for _ in self.begun]
+        for _ in range(count):
+            logits = self.table[[self.state(i, x) for i, x in enumerate(texts)]]
+            drawn = sample(logits, [self.row(i, x) for i, x in enumerate(texts)])
+            for i, one in enumerate(zip(*drawn)):
+                texts[i].append(one[0])
+                said[i].append(one)
+        return said
+
+    def guessed(self, count, rule, guess):
+        """The same with drafts by guess(request, its tokens), each round in another order."""
+        said, order, accepted = [[] for _ in self.begun], random.Random(1), 0
+        while any(len(own) < count for own in said):
+            mine = [i for i, own in enumerate(said) if len(own) < count]
+            order.shuffle(mine)
+            texts = [self.begun[i] + [id for id, *_ in said[i]] for i in mine]
+            drafts = [guess(i, text) for i, text in zip(mine, texts)]
+            before = [
+                (i, text + draft.ids[:j])
+                for i, text, draft in zip(mine, texts, drafts)
+                for j in range(1 + len(draft.ids))
+            ]
+            logits = self.table[[self.state(i, text) for i, text in before]]
+            came = verify(logits, [self.row(i, text) for i, text in before], drafts, rule)
+            for i, own in zip(mine, came):
+                said[i] += own
+                accepted += len(own) - 1
+        return [own[:count] for own in said], accepted
+
+
+def assert_alike(found, expected):
+    for own, plain in zip(found, expected):
+        assert [id for id, *_ in own] == [id for id, *_ in plain]
+        for (_, logprob, took), (_, plain_logprob, plain_took) in zip(own, plain):
+            assert (logprob and logprob.id) == (plain_logprob and plain_logprob.id)
+            assert (logprob and logprob.top) == (plain_logprob and plain_logprob.top)
+            assert took == (plain_took and pytest.approx(plain_took, abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    "rule, fields", [("sample", {}), ("reject", {}), ("reject", {"temperature": 0})]
+)
+def test_guesses_or_none_the_same_seed_draws_the_same_tokens(rule, fields):
+    """By both rules, where guesses are certain; at temperature 0 whatever is said of them."""
+    talk, draw = Talk(60, 3, **fields), random.Random(2)
+    expected = talk.plain(12)
+
+    def guess(i, text):
+        right = [id for id, *_ in expected[i][len(text) - len(talk.begun[i]) :]]
+        ids = [id if draw.random() < 0.7 else draw.randrange(talk.V) for id in right]
+        ids = ids[: draw.randrange(5)]
+        beliefs = torch.rand(len(ids), talk.V).softmax(-1) if fields else None
+        return Draft(ids, beliefs)
+
+    found, accepted = talk.guessed(12, rule, guess)
+    assert_alike(found, expected)
+    assert accepted > 200
+
+    def wrong_guess(i, text):
+        at = len(text) - len(talk.begun[i])
+        return Draft([(expected[i][at][0] + 1) % talk.V] * (i % 3))
+
+    wrong = talk.guessed(3, rule, wrong_guess)
+    assert_alike(wrong[0], [own[:3] for own in expected])
+    assert wrong[1] == 0
+
+
+def test_who_has_no_draft_draws_as_without_guesses_and_no_neighbour_matters():
+    """Under "reject", drafts with beliefs, certain ones and none in one batch, in any order."""
+    talk, draw = Talk(40, 5), random.Random(4)
+    drafts = []
+    for i in range(40):
+        ids = [draw.randrange(talk.V) for _ in range(i % 4)]
+        drafts.append(Draft(ids, torch.rand(len(ids), talk.V).softmax(-1) if i % 3 else None))
+    texts = [
+        [(i, talk.begun[i] + draft.ids[:j]) for j in range(1 + len(draft.ids))]
+        for i, draft in enumerate(drafts)
+    ]
+
+    def verified(order):
+        rows = [talk.row(i, text) for x in order for i, text in texts[x]]
+        logits = talk.table[[talk.state(i, text) for x in order for i, text in texts[x]]]
+        return dict(zip(order, ids_of(verify(logits, rows, [drafts[x] for x in order], "reject"))))
+
+    together = verified(list(range(40)))
+    assert verified(draw.sample(range(40), 40)) == together
+    assert {i: own for x in range(40) for i, own in verified([x]).items()} == together
+    plain = talk.plain(1)
+    assert all(together[i] == [plain[i][0][0]] for i in range(0, 40, 4))
+
+
+# ---------------------------------------------------------------- the law, by drawing
+
+
+def critical(df):
+    """The chi-square value exceeded with probability 1e-6 (Wilson and Hilferty 1931)."""
+    return df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
+
+
+@pytest.mark.parametrize("rule", speculative.RULES)
+@pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_pairs_of_tokens_follow_the_targets_law(rule, count):
+    """Drafts of two by the drafter's own noise, until each request has two tokens."""
+    world = World(5, 2, "own", {"temperature": 0.75, "top_p": 0.9}, seed=3)
+    texts = [()] * count
+    while todo := [i for i, text in enumerate(texts) if len(text) < 2]:
+        drafts, laws = [()] * count, [[] for _ in range(count)]
+        for _ in range(2):
+            q = [world.belief(texts[i] + drafts[i]) for i in todo]
+            where = [2 + len(texts[i] + drafts[i]) for i in todo]
+            keys = [noise_key(i, DRAFT, at) for i, at in zip(todo, where)]
+            for i, law, id in zip(todo, q, draw(torch.tensor(q), keys).tolist()):
+                laws[i].append(law)
+                drafts[i] += (id,)
+        before = [(i, texts[i] + drafts[i][:j]) for i in todo for j in range(3)]
+        came = verify(
+            torch.tensor([world.logits(text) for _, text in before]),
+            [world.row(text, seed=i) for i, text in before],
+            [Draft(list(drafts[i]), torch.tensor(laws[i])) for i in todo],
+            rule,
+        )
+        for i, own in zip(todo, ids_of(came)):
+            texts[i] += tuple(own)
+    counts = defaultdict(int)
+    for text in texts:
+        counts[text[:2]] += 1
+    expected = {
+        (a, b): count * world.law(())[a] * world.law((a,))[b] for a in range(5) for b in range(5)
+    }
+    expected = {pair: x for pair, x in expected.items() if x}
+    assert set(counts) == set(expected) and min(expected.values()) >= 5
+    found = sum((counts[pair] - x) ** 2 / x for pair, x in expected.items())
+    assert found < critical(len(expected) - 1)
+
 
 # ---------------------------------------------------------------- EAGLE-3
 
@@ -543,747 +1161,3 @@ def test_eagle_in_16_bits(tmp_path):
     path = tiny.written(tmp_path, fields, small)
     drafter = speculative.drafter(f"eagle:{path}", eagle_target(), None)
     assert drafter.fc.data.dtype == drafter.mlp_norm.dtype == torch.float32
-
-
-# ---------------------------------------------------------------- DFlash: a block in one pass
-#
-# The reference knows no cache: all positions at once, an explicit mask, its own rope.
-
-DFLASH_BLOCK, DFLASH_MASK, DFLASH_WIDE, DFLASH_VOCAB = 5, 95, 32, 96
-
-
-def dflash_fields(layers: int = 2, **more) -> dict:
-    """The config.json of a tiny head; its heads, rope and eps are not the target's."""
-    own = {"mask_token_id": DFLASH_MASK, "target_layer_ids": [2, 0, 3]} | more.pop(
-        "dflash_config", {}
-    )
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": DFLASH_BLOCK,
-        "dflash_config": own,
-        "num_target_layers": 4,
-        "num_hidden_layers": layers,
-        "hidden_size": DFLASH_WIDE,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "vocab_size": DFLASH_VOCAB,
-        "max_position_embeddings": 4096,
-        "rope_theta": 500.0,
-        "rms_norm_eps": 1e-3,
-        **more,
-    }
-
-
-def dflash_tensors(fields: dict, features: int = 3, seed: int = 0) -> dict:
-    """11 tensors a layer and 3 more, under the names of published heads."""
-    draw = torch.Generator().manual_seed(seed)
-    D, F, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
-    inner, shared = fields["num_attention_heads"] * dim, fields["num_key_value_heads"] * dim
-    shapes = {
-        "fc.weight": (D, features * DFLASH_WIDE),
-        "hidden_norm.weight": (D,),
-        "norm.weight": (D,),
-    }
-    for i in range(fields["num_hidden_layers"]):
-        one = {
-            "input_layernorm": (D,), "post_attention_layernorm": (D,),
-            "self_attn.q_proj": (inner, D), "self_attn.k_proj": (shared, D),
-            "self_attn.v_proj": (shared, D), "self_attn.o_proj": (D, inner),
-            "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
-            "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
-        }  # fmt: skip
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in one.items()}
-    assert len(shapes) == 11 * fields["num_hidden_layers"] + 3
-    noise = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    return {n: 1 + 0.3 * x if x.dim() == 1 else 0.25 * x for n, x in noise.items()}
-
-
-DFLASH_TARGET = {  # config.json of the model that it guesses for
-    "model_type": "llama", "hidden_size": DFLASH_WIDE, "num_attention_heads": 4, "head_dim": 8,
-    "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256,
-}  # fmt: skip
-
-
-def dflash_target() -> model.Model:
-    config = model.Config.from_hf(
-        DFLASH_TARGET | {"num_hidden_layers": 4, "vocab_size": DFLASH_VOCAB}
-    )
-    return model.Model(config, model.random(config).tensors)
-
-
-def dflash_norm(x, weight, eps):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
-
-
-def dflash_turned(x, positions, theta):
-    """Rope of x (T, heads, D), pair by pair as complex numbers."""
-    half = x.shape[-1] // 2
-    rates = torch.tensor([theta ** (-i / half) for i in range(half)])
-    angles = torch.tensor(positions)[:, None, None] * rates
-    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(()), angles)
-    return torch.cat((pairs.real, pairs.imag), -1)
-
-
-def dflash_mixed(q, k, v, sees):
-    """Attention of q (T, H, D) over k, v (N, G, D), where sees (T, N)."""
-    k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
-    scores = torch.einsum("...thd,...nhd->...htn", q, k) / math.sqrt(q.shape[-1])
-    return torch.einsum(
-        "...htn,...nhd->...thd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v
-    )
-
-
-def dflash_mlp(x, tensors, prefix):
-    gate, up, down = (tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def dflash_reference(fields, tensors, target, features, anchor, base=0, causal=None, scale=1.0):
-    """What the head scores of every slot, (DFLASH_BLOCK, D): features (s, n * E) of positions base ..
-    base + s - 1, in the order of target_layer_ids; causal: of each layer. Batches go before."""
-    eps, theta, s = fields["rms_norm_eps"], fields["rope_theta"], features.shape[-2]
-    types = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
-    size = fields["block_size"]
-    positions = [base + i for i in range(s + size)]
-    fused = dflash_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
-    anchor = torch.as_tensor(anchor)[..., None]
-    masks = torch.full_like(anchor, fields["dflash_config"]["mask_token_id"])
-    x = target.embedding[torch.cat((anchor, *[masks] * (size - 1)), -1)] * scale
-    at, of = torch.arange(s, s + size)[:, None], torch.arange(s + size)
-    for i, kind in enumerate(types):
-        own = {n: tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "qkvo"}
-        norm = {n: tensors[f"layers.{i}.self_attn.{n}_norm.weight"] for n in "qk"}
-        h = dflash_norm(x, tensors[f"layers.{i}.input_layernorm.weight"], eps)
-        both = torch.cat((fused, h), -2)
-        q, k, v = ((y @ own[n].T).unflatten(-1, (-1, fields["head_dim"]))
-                   for n, y in (("q", h), ("k", both), ("v", both)))  # fmt: skip
-        q, k = dflash_norm(q, norm["q"], eps), dflash_norm(k, norm["k"], eps)
-        q, k = dflash_turned(q, positions[s:], theta), dflash_turned(k, positions, theta)
-        sees = torch.ones(size, s + size, dtype=torch.bool)
-        if causal[i] if causal else kind == "sliding_attention":
-            sees &= of <= at
-        if kind == "sliding_attention":
-            sees &= at - of < fields["sliding_window"]
-        x = x + dflash_mixed(q, k, v, sees).flatten(-2) @ own["o"].T
-        h = dflash_norm(x, tensors[f"layers.{i}.post_attention_layernorm.weight"], eps)
-        x = x + dflash_mlp(h, tensors, f"layers.{i}.")
-    return dflash_norm(x, tensors["norm.weight"], eps)
-
-
-@dataclass(eq=False)
-class Guessed:
-    """A request as a drafter sees it, of which the target's features are made up."""
-
-    tokens: list
-    seed: int = 0
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
-
-    def feature(self, layer: int, start: int, end: int) -> torch.Tensor:
-        """(end - start, E): the same for each position, whenever it is asked for."""
-        draw = torch.Generator().manual_seed(1000 * self.seed + layer)
-        return torch.randn(300, DFLASH_WIDE, generator=draw)[start:end]
-
-
-def dflash_learns(head: DFlash, request: Guessed, start: int, end: int, chunk: int = 1000):
-    """Learn positions start .. end - 1 of a request, so many at a time."""
-    for at in range(start, end, chunk):
-        last = min(at + chunk, end)
-        head.learn(request, at, [request.feature(i, at, last) for i in head.taps])
-
-
-def dflash_row(request: Guessed, guesses: list, domain: int = 0) -> Row:
-    place, params = len(request.tokens) + len(guesses), request.params.with_defaults({})
-    return Row(params, request.seed, place, request.tokens + guesses, None, 0, domain)
-
-
-def dflash_watched(head: DFlash) -> list:
-    """Logits that a head draws guesses from, as they come."""
-    seen, guess = [], head.guess
-
-    def spy(logits, rows):
-        seen.append(logits.clone())
-        return guess(logits, rows)
-
-    head.guess = spy
-    return seen
-
-
-def dflash_guesses(head: DFlash, seen: list, requests: list, counts=None) -> list:
-    """Propose, and give the logits (n, V) of each request's slots."""
-    counts = counts or [head.most] * len(requests)
-    seen.clear()
-    drafts = head.propose(requests, counts, dflash_row)
-    parts = seen[0].split(counts)
-    for request, draft, logits in zip(requests, drafts, parts):
-        if not request.params.temperature:
-            assert draft.ids == logits.argmax(-1).tolist() and draft.beliefs is None
-    return list(parts)
-
-
-def dflash_expected(fields, tensors, head, request, base=0, **more) -> torch.Tensor:
-    """What the reference says of slots 1 .. DFLASH_BLOCK - 1 after all tokens of a request."""
-    ids = fields["dflash_config"]["target_layer_ids"]
-    last = len(request.tokens) - 1
-    features = torch.cat([request.feature(i, base, last) for i in ids], -1)
-    x = dflash_reference(fields, tensors, head.target, features, request.tokens[-1], base, **more)
-    return head.target.logits(x)[1:]
-
-
-def dflash_close(found, wanted, most=1e-4):
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() < most
-
-
-def dflash_opened(fields: dict, tensors: dict, tmp_path, target=None, slots=4) -> DFlash:
-    head = DFlash(tiny.written(tmp_path / "head", fields, tensors), target or dflash_target())
-    head.open(slots, 128)
-    tiny.garbage(head.cache)
-    return head
-
-
-DFLASH_MODES = {  # what config.json says -> whether each of two layers is causal in the block
-    "full": ({}, [False, False]),
-    "causal": ({"is_causal": True}, [True, True]),
-    "causal, nested": ({"dflash_config": {"causal": True}}, [True, True]),
-"said twice": ({"dflash_config": {"causal": True}, "is_causal": True}, [True, True]),
-    "not causal": ({"is_causal": False}, [False, False]),
-    "mixed": ({"layer_types": ["sliding_attention", "full_attention"]}, [True, False]),
-    "sliding": ({"layer_types": ["sliding_attention"] * 2}, [True, True]),
-    "sliding, causal": (
-        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": True}, [True, True]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", DFLASH_MODES)
-def test_dflash_every_slot_says_what_the_reference_says_in_each_mode(mode, tmp_path):
-    more, causal = DFLASH_MODES[mode]
-    sliding = {"sliding_window": 7, "use_sliding_window": True} if "layer_types" in more else {}
-    fields = dflash_fields(**more, **sliding)
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path)
-    assert (head.name, head.most, head.taps) == ("dflash", DFLASH_BLOCK - 1, (0, 2, 3))
-    assert head.parallel and not head.free and not head.hidden
-    request = Guessed(list(range(20)))
-    dflash_learns(head, request, 0, 19)
-    [found] = dflash_guesses(head, dflash_watched(head), [request])
-    dflash_close(found, dflash_expected(fields, tensors, head, request, causal=causal))
-    others = [own for _, own in DFLASH_MODES.values() if own != causal]
-    if not sliding:  # a head of the other mode is another one
-        for other in others:
-            wrong = dflash_expected(fields, tensors, head, request, causal=other)
-            assert (found - wrong).abs().max() > 1e-2
-
-
-def test_dflash_window_bites():
-    """Sliding layers of a window do not say what full ones say, and 7 not what 8 says."""
-    base = dflash_fields(layer_types=["sliding_attention"] * 2, sliding_window=7)
-    tensors, target = dflash_tensors(base), dflash_target()
-    features = torch.randn(19, 3 * DFLASH_WIDE)
-    x = [
-        dflash_reference(base | {"sliding_window": window}, tensors, target, features, 3)
-        for window in (7, 8, 1000)
-    ]
-    assert (x[0] - x[1]).abs().max() > 1e-2 < (x[0] - x[2]).abs().max()
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_dflash_rounds_of_any_luck_leave_the_context_right(chunk, tmp_path):
-    """0 to all guesses accepted, in turn: the block of a round is gone in the next one."""
-    sliding = {"sliding_window": 7, "use_sliding_window": True}
-    fields = dflash_fields(layer_types=["sliding_attention", "full_attention"], **sliding)
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path)
-    seen, request = dflash_watched(head), Guessed([5, 6, 7, 8])
-    dflash_learns(head, request, 0, 3, chunk)
-    for accepted in (0, 2, DFLASH_BLOCK - 1, 0, 1, 3, DFLASH_BLOCK - 1):
-        [found] = dflash_guesses(head, seen, [request])
-        dflash_close(found, dflash_expected(fields, tensors, head, request))
-        at = len(request.tokens) - 1
-        request.tokens += [(3 * at + j) % DFLASH_VOCAB for j in range(accepted + 1)]
-        dflash_learns(head, request, at, at + accepted + 1, chunk)
-        head.keep([request])
-
-
-def test_dflash_asked_twice_says_the_same(tmp_path):
-    """A round without a step in between, as when no guess was worth its row."""
-    fields = dflash_fields()
-    head = dflash_opened(fields, dflash_tensors(fields), tmp_path)
-    seen, request = dflash_watched(head), Guessed(list(range(9)))
-    dflash_learns(head, request, 0, 8)
-    [first], [second] = dflash_guesses(head, seen, [request]), dflash_guesses(head, seen, [request])
-    assert torch.equal(first, second)
-
-
-def test_dflash_what_lies_behind_computed_is_nobodys(tmp_path):
-    """Whatever is left there, NaN among it, changes nothing."""
-    fields = dflash_fields()
-    head = dflash_opened(fields, dflash_tensors(fields), tmp_path)
-    seen, request = dflash_watched(head), Guessed(list(range(9)))
-    dflash_learns(head, request, 0, 8)
-    [first] = dflash_guesses(head, seen, [request])
-    held = head.held[request]
-    assert held.computed == 8 and held.pending == 0
-    for layer in head.cache.buffers:
-        for buffer in layer:
-            buffer[held.slot, held.computed :] = torch.nan
-    [second] = dflash_guesses(head, seen, [request])
-    assert torch.equal(first, second)
-
-
-def test_dflash_in_a_batch_says_what_it_says_alone(tmp_path):
-    """Contexts of several lengths, counts of several sizes, and slots that change hands."""
-    fields = dflash_fields()
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path, slots=3)
-    seen = dflash_watched(head)
-    requests = [Guessed([i] * n, seed=i) for i, n in enumerate((2, 17, 9))]
-    for request in requests:
-        dflash_learns(head, request, 0, len(request.tokens) - 1)
-    assert [head.most_for(r) for r in requests] == [4, 4, 4]
-    parts = dflash_guesses(head, seen, requests, [4, 1, 3])
-    for request, found, n in zip(requests, parts, (4, 1, 3)):
-        dflash_close(found, dflash_expected(fields, tensors, head, request)[:n])
-    late = Guessed([1] * 6, seed=8)
-    dflash_learns(head, late, 0, 5)
-    assert head.most_for(late) == 0  # there is no slot
-    head.keep([requests[2], late])
-    assert head.slots.held == 1 and list(head.held) == [requests[2]]
-    dflash_learns(head, late, 0, 5)
-    parts = dflash_guesses(head, seen, [late, requests[2]])
-    for request, found in zip((late, requests[2]), parts):
-        dflash_close(found, dflash_expected(fields, tensors, head, request))
-
-
-def test_dflash_fewer_guesses_are_the_first_of_the_whole_block(tmp_path):
-    fields = dflash_fields()
-    head = dflash_opened(fields, dflash_tensors(fields), tmp_path)
-    seen, request = dflash_watched(head), Guessed(list(range(9)))
-    dflash_learns(head, request, 0, 8)
-    [whole] = dflash_guesses(head, seen, [request])
-    for n in (1, 2, 3):
-        [some] = dflash_guesses(head, seen, [request], [n])
-        dflash_close(some, whole[:n], 1e-6)
-
-
-def test_dflash_a_context_that_begins_at_a_prefix_hit_keeps_true_positions(tmp_path):
-    """What was cached has no features: the context begins later. That rope only sees how far
-    apart positions are would hide it if they began at 0, so they are looked at."""
-    fields = dflash_fields()
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path)
-    request, positions, prepare = Guessed(list(range(30))), [], head.prepare
-
-    def noted(work):
-        step = prepare(work)
-        positions.append(step.positions.tolist())
-        return step
-
-    head.prepare = noted
-    dflash_learns(head, request, 16, 29)
-    [found] = dflash_guesses(head, dflash_watched(head), [request])
-    assert positions == [list(range(16, 29)), list(range(29, 29 + DFLASH_BLOCK))]
-    dflash_close(found, dflash_expected(fields, tensors, head, request, base=16))
-
-
-def test_dflash_waits_where_features_are_missing(tmp_path):
-    """Forced tokens are known before the target has seen them; skipped ones begin a new context."""
-    fields = dflash_fields()
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path)
-    seen, request = dflash_watched(head), Guessed(list(range(10)))
-    assert head.most_for(request) == 0
-    dflash_learns(head, request, 0, 7)
-    assert head.most_for(request) == 0  # positions 7 and 8 are to come
-    dflash_learns(head, request, 7, 9)
-    assert head.most_for(request) == head.most
-    request.tokens += [1, 2, 3, 4]
-    dflash_learns(head, request, 11, 13)  # 9 and 10 never come
-    assert head.most_for(request) == head.most
-    [found] = dflash_guesses(head, seen, [request])
-    dflash_close(found, dflash_expected(fields, tensors, head, request, base=11))
-
-
-def test_dflash_long_prompts_do_not_wait_as_features(tmp_path):
-    fields = dflash_fields()
-    tensors = dflash_tensors(fields)
-    head = dflash_opened(fields, tensors, tmp_path)
-    head.CHUNK = 8
-    request = Guessed(list(range(30)))
-    for at in range(0, 29, 5):
-        dflash_learns(head, request, at, min(at + 5, 29))
-        head.keep([request])
-        held = head.held[request]
-        assert held.pending == sum(len(part[0]) for part in held.features) < 8
-    [found] = dflash_guesses(head, dflash_watched(head), [request])
-    dflash_close(found, dflash_expected(fields, tensors, head, request))
-
-
-def dflash_streams(target: model.Model, tokens: list[int]) -> list[torch.Tensor]:
-    """The residual stream after each layer of a llama, in plain PyTorch."""
-    config, x, n = target.config, target.embedding[tokens], len(tokens)
-    tensors, after = model.random(config).tensors, []
-    for i in range(len(target.layers)):
-        prefix = f"model.layers.{i}."
-        h = dflash_norm(x, tensors[prefix + "input_layernorm.weight"], config.eps)
-        q, k, v = ((h @ tensors[f"{prefix}self_attn.{m}_proj.weight"].T).unflatten(1, (-1, 8))
-                   for m in "qkv")  # fmt: skip
-        q, k = (dflash_turned(y, list(range(n)), 1e4) for y in (q, k))
-        sees = torch.ones(n, n, dtype=torch.bool).tril()
-        x = (
-            x
-            + dflash_mixed(q, k, v, sees).flatten(-2)
-            @ tensors[prefix + "self_attn.o_proj.weight"].T
-        )
-        h = dflash_norm(x, tensors[prefix + "post_attention_layernorm.weight"], config.eps)
-        x = x + dflash_mlp(h, tensors, prefix)
-        after.append(x)
-    return after
-
-
-def test_dflash_reads_the_stream_after_the_layers_it_names_and_in_their_order(tmp_path):
-    """vLLM once took the layer before: acceptance fell, and no test of tokens saw it."""
-    fields = dflash_fields()
-    tensors, target = dflash_tensors(fields), dflash_target()
-    head = dflash_opened(fields, tensors, tmp_path, target)
-    request = Guessed([3, 1, 4, 1, 5, 9, 2, 6])
-    cache = kv_cache.ContiguousCache(target.config.specs, 1, 32)
-    step = cache.prepare([(tiny.request(request.tokens[:-1]), 7)])
-    _, tapped = target(step.tokens, step.positions, step, head.taps)
-    head.learn(request, 0, tapped)
-    [found] = dflash_guesses(head, dflash_watched(head), [request])
-    after = dflash_streams(target, request.tokens[:-1])
-
-    def said(ids):
-        x = dflash_reference(fields, tensors, target, torch.cat([after[i] for i in ids], -1), 6)
-        return target.logits(x)[1:]
-
-    dflash_close(found, said([2, 0, 3]))
-    for wrong in ([1, 0, 2], [3, 1, 3], [0, 2, 3], [3, 0, 2]):
-        assert (found - said(wrong)).abs().max() > 1e-2
-
-
-# ---- a head that is right
-
-DFLASH_CYCLE = 24  # after token i comes i + 1, after the last 0; the id behind them is DFLASH_MASK
-
-
-def dflash_cyclic() -> model.Checkpoint:
-    """A target that is nearly certain of its next token, whatever came before."""
-    fields = dict(DFLASH_TARGET, num_hidden_layers=4, vocab_size=DFLASH_CYCLE + 1)
-    checkpoint = model.random(model.Config.from_hf(fields))
-    draw, tensors = torch.Generator().manual_seed(1), checkpoint.tensors
-    for name in tensors:
-        if "o_proj" in name or "down_proj" in name:
-            tensors[name] *= 0.1
-    tokens = torch.randn(DFLASH_CYCLE + 1, DFLASH_WIDE, generator=draw)
-    tokens = tokens / tokens.norm(dim=-1, keepdim=True) * DFLASH_WIDE**0.5
-    tensors["model.embed_tokens.weight"] = tokens
-    tensors["lm_head.weight"] = torch.cat((tokens[:DFLASH_CYCLE].roll(1, 0), tokens[DFLASH_CYCLE:]))
-    return checkpoint
-
-
-def dflash_cycle(start: int, n: int) -> list[int]:
-    return [(start + i) % DFLASH_CYCLE for i in range(n)]
-
-
-def dflash_taps(target: model.Model, tokens: list[int], taps) -> list[torch.Tensor]:
-    cache = kv_cache.ContiguousCache(target.config.specs, 1, len(tokens))
-    step = cache.prepare([(tiny.request(tokens), len(tokens))])
-    return target(step.tokens, step.positions, step, taps)[1]
-
-
-def dflash_fitted(checkpoint: model.Checkpoint) -> tuple[dict, dict]:
-    """config.json and tensors of a head that learnt the cycle, by the reference's gradients."""
-    sliding = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
-    own = {"mask_token_id": DFLASH_CYCLE}
-    fields = dflash_fields(
-        1, vocab_size=DFLASH_CYCLE + 1, dflash_config=own, sliding_window=8, **sliding
-    )
-    tensors = {n: x.requires_grad_() for n, x in dflash_tensors(fields).items()}
-    target, head = model.Model(checkpoint.config, checkpoint.tensors), checkpoint.tensors
-    taps = [dflash_taps(target, dflash_cycle(i, 8), (0, 2, 3)) for i in range(DFLASH_CYCLE)]
-    features = torch.stack([torch.cat([one[i] for i in (1, 0, 2)], -1) for one in taps])
-    anchors = (torch.arange(DFLASH_CYCLE) + 8) % DFLASH_CYCLE
-    wanted = (anchors[:, None] + torch.arange(1, DFLASH_BLOCK)) % DFLASH_CYCLE
-    for i in range(40):
-        x = dflash_reference(fields, tensors, target, features, anchors)[:, 1:]
-        logits = x.flatten(0, 1) @ head["lm_head.weight"].T
-        loss = torch.nn.functional.cross_entropy(logits, wanted.flatten())
-        slopes = torch.autograd.grad(loss, list(tensors.values()))
-        with torch.no_grad():
-            for one, slope in zip(tensors.values(), slopes):
-                one -= (40 - i) / 40 * 0.02 * slope.sign()
-    return fields, {name: x.detach() for name, x in tensors.items()}
-
-
-def dflash_accepted(head: DFlash, starts=(0, 5, 17), rounds: int = 4) -> float:
-    """Share of guesses that are what the target says, in some rounds of several requests."""
-    requests, right, made = [Guessed(dflash_cycle(i, 9 + i)) for i in starts], 0, 0
-    for _ in range(rounds):
-        for request in requests:
-            seen = head.held[request].seen if request in head.held else 0
-            taps = dflash_taps(head.target, request.tokens[:-1], head.taps)
-            head.learn(request, seen, [x[seen:] for x in taps])
-        drafts = head.propose(requests, [head.most] * len(requests), dflash_row)
-        for request, draft in zip(requests, drafts):
-            came = dflash_cycle(request.tokens[-1] + 1, DFLASH_BLOCK)
-            n = agreed(draft.ids, came)
-            right, made = right + n, made + len(draft.ids)
-            request.tokens += came[: n + 1]
-    return right / made
-
-
-def test_dflash_a_head_that_learnt_its_target_is_right_and_shifted_by_one_slot_it_is_not(tmp_path):
-    """The control: 97 % or more of the guesses are right, less than 2 % if each is what the slot
-    before it says, as if slots told of the next token."""
-    checkpoint = dflash_cyclic()
-    target = model.Model(checkpoint.config, checkpoint.tensors)
-    fields, tensors = dflash_fitted(checkpoint)
-    head = dflash_opened(fields, tensors, tmp_path, target)
-    assert dflash_accepted(head) >= 0.97
-    head = dflash_opened(fields, tensors, tmp_path, target)
-    guess = head.guess
-
-    def shifted(logits, rows):
-        return guess(logits.unflatten(0, (-1, head.most)).roll(1, 1).flatten(0, 1), rows)
-
-    head.guess = shifted
-    assert dflash_accepted(head) <= 0.02
-
-
-# ---- how guesses are drawn
-
-
-def test_dflash_guesses_are_drawn_as_if_one_after_another(tmp_path):
-    """With penalties each guess depends on those before it; beliefs are what each was drawn from."""
-    fields = dflash_fields()
-    head = dflash_opened(fields, dflash_tensors(fields), tmp_path)
-    some = {"temperature": 1.5, "presence_penalty": 4.0, "repetition_penalty": 3.0}
-    params = [{"temperature": 0.8}, some, {"temperature": 0, "frequency_penalty": 9.0}]
-    requests = [Guessed([i] * (i + 4), 7 + i, SamplingParams(**p)) for i, p in enumerate(params)]
-    counts, seen = [4, 4, 3], dflash_watched(head)
-    for request in requests:
-        dflash_learns(head, request, 0, len(request.tokens) - 1)
-    plain = head.propose(requests, counts, dflash_row)
-    parts = seen[0].split(counts)
-    for request, draft, logits in zip(requests, plain, parts):
-        ids = []
-        for x in logits:
-            ids += sample(x[None], [dflash_row(request, ids)])[0]
-        assert draft.ids == ids and draft.beliefs is None
-    drafts = head.propose(requests, counts, lambda r, ids: dflash_row(r, ids, DRAFT))
-    for request, draft, logits in zip(requests, drafts, parts):
-        for j, x in enumerate(logits):
-            row = dflash_row(request, draft.ids[:j], DRAFT)
-            law, _ = distribution(x[None], [row])
-            assert torch.allclose(draft.beliefs[j], law[0])
-            assert draw(law, [noise_key(row.seed, DRAFT, row.position)]).tolist() == [draft.ids[j]]
-    assert len(set(parts[2].argmax(-1).tolist())) == 1 < len(set(plain[2].ids)) == 3
-
-
-def test_dflash_a_draft_ends_before_logits_that_are_not_finite(tmp_path):
-    fields = dflash_fields()
-    head = dflash_opened(fields, dflash_tensors(fields), tmp_path)
-    requests = [Guessed([1, 2, 3]), Guessed([4, 5, 6], seed=1)]
-    for request in requests:
-        dflash_learns(head, request, 0, 2)
-    score = head._score
-
-    def broken(x):
-        logits = score(x)
-        logits[2] = torch.nan
-        return logits
-
-    whole = head.propose(requests, [4, 4], dflash_row)
-    head._score = broken
-    first, second = head.propose(requests, [4, 4], dflash_row)
-    assert (first.ids, second.ids) == (whole[0].ids[:2], whole[1].ids)
-    first, second = head.propose(requests, [4, 4], lambda r, ids: dflash_row(r, ids, DRAFT))
-    assert len(first.ids) == len(first.beliefs) == 2 and len(second.ids) == len(second.beliefs) == 4
-
-
-# ---- what a folder may hold
-
-
-@pytest.mark.parametrize("one", [True, False])
-def test_dflash_other_names_of_the_same_tensors(one, tmp_path):
-    fields = dflash_fields(layers=1 if one else 2)
-    tensors = dflash_tensors(fields)
-    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
-    names |= {"layers.0.": "midlayer."} if one else {}
-    other = {
-        next((new + n[len(old) :] for old, new in names.items() if n.startswith(old)), n): x
-        for n, x in tensors.items()
-    }
-    assert other.keys() != tensors.keys()
-    head, same = (
-        dflash_opened(fields, t, tmp_path / str(i)) for i, t in enumerate((tensors, other))
-    )
-    request = Guessed(list(range(9)))
-    found = []
-    for each in (head, same):
-        dflash_learns(each, request, 0, 8)
-        found += dflash_guesses(each, dflash_watched(each), [request])
-    assert torch.equal(*found)
-
-
-def test_dflash_own_embedding_and_reduced_vocabulary(tmp_path):
-    """A head of another width, that knows 40 ids: d2t is what to add to each of its rows."""
-    fields = dflash_fields(hidden_size=24, draft_vocab_size=40, input_embedding_scale=2.0)
-    tensors = dflash_tensors(fields)
-    draw = torch.Generator().manual_seed(5)
-    ids = torch.randperm(DFLASH_VOCAB, generator=draw)[:40].sort().values
-    extra = {
-        "embed_tokens.weight": torch.randn(DFLASH_VOCAB, 24, generator=draw),
-        "lm_head.weight": torch.randn(40, 24, generator=draw),
-        "d2t": ids - torch.arange(40),
-        "t2d": torch.zeros(DFLASH_VOCAB, dtype=torch.bool).index_fill(0, ids, True),
-    }
-    head = dflash_opened(fields, tensors | extra, tmp_path)
-    request = Guessed(list(range(9)))
-    dflash_learns(head, request, 0, 8)
-    [found] = dflash_guesses(head, dflash_watched(head), [request])
-
-    class Own:
-        embedding = extra["embed_tokens.weight"]
-
-    features = torch.cat([request.feature(i, 0, 8) for i in (2, 0, 3)], -1)
-    x = dflash_reference(fields, tensors, Own, features, 8, scale=2.0)
-    dflash_close(found[:, ids], (x @ extra["lm_head.weight"].T)[1:])
-    missing = [i for i in range(DFLASH_VOCAB) if i not in ids.tolist()]
-    assert (found[:, missing] == -torch.inf).all()
-    [draft] = head.propose([request], [4], lambda r, guesses: dflash_row(r, guesses, DRAFT))
-    assert set(draft.ids) <= set(ids.tolist()) and not draft.beliefs[:, missing].any()
-
-
-def test_dflash_which_layers_are_read_if_it_does_not_say():
-    """By hand: from layer 1 to the third from the end, evenly."""
-    assert dflash_layers({}, 36, 5) == [1, 9, 17, 25, 33]
-    assert dflash_layers({}, 36, 1) == [18]
-    assert dflash_layers({"target_layer_ids": [7, 3]}, 36, 5) == [7, 3]
-
-
-DFLASH_REFUSED = {  # name: (fields, words of the sentence)
-    "another architecture": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-    "another family": ({"model_type": "llama"}, "model_type 'llama' of a DFlash head"),
-    "biases": ({"attention_bias": True}, "attention_bias True"),
-    "a cap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
-    "a multiplier": ({"dflash_config": {"output_multiplier": 2.0}}, "output_multiplier 2.0"),
-    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias True"),
-    "pairs": ({"is_neox_style": False}, "is_neox_style False"),
-    "a selector": ({"dflash_config": {"selector_top_k": 16}}, "dflash_config: selector_top_k"),
-    "an own window": ({"dflash_config": {"use_swa": True}}, "use_swa True"),
-    "a window both ways": (
-        {"is_causal": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9,
-         "use_sliding_window": True}, "sliding_window 9: one in both directions",
-    ),
-    "no window": (
-        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
-        "use_sliding_window is not true",
-    ),
-    "unknown layers": ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
-    "no mask": ({"dflash_config": {"mask_token_id": None}}, "mask_token_id None is no id"),
-    "mask behind the end": ({"dflash_config": {"mask_token_id": 96}}, "mask_token_id 96"),
-    "mask below 0": ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id -1"),
-    "layer behind the end": ({"dflash_config": {"target_layer_ids": [0, 1, 4]}}, "are 0 to 3"),
-    "layer below 0": ({"dflash_config": {"target_layer_ids": [0, 1, -1]}}, "are 0 to 3"),
-    "no layers": ({"dflash_config": {"target_layer_ids": []}}, "is not a list of layers"),
-    "a layer's name": ({"dflash_config": {"target_layer_ids": ["a"]}}, "is not a list of layers"),
-    "too few features": ({"dflash_config": {"target_layer_ids": [0, 1]}}, "fc.weight "),
-    "a block of one": ({"block_size": 1}, "block_size 1 is not from 2 to 65"),
-    "a long block": ({"block_size": 66}, "block_size 66 is not from 2 to 65"),
-    "no block": ({"block_size": None}, "block_size is None"),
-    "another target": ({"num_target_layers": 36}, "num_target_layers 36, but the target has 4"),
-    "a wide target": ({"target_hidden_size": 64}, "target_hidden_size 64, but the target has 32"),
-    "another vocabulary": ({"vocab_size": 97}, "vocab_size 97, but the target has 96"),
-    "a config of another shape": ({"dflash_config": [1]}, "dflash_config [1] is not an object"),
-    "two modes": (
-        {"dflash_config": {"causal": True}, "is_causal": False},
-        "causal True and is_causal False disagree",
-    ),
-    "a mode that is no mode": ({"is_causal": "yes"}, "is_causal is 'yes'"),
-    "one layer more": ({"num_hidden_layers": 3}, "no tensor layers.2.self_attn.q_proj.weight"),
-    "one layer less": ({"num_hidden_layers": 1}, "tensors that the model does not use: layers.1."),
-    "other heads": ({"head_dim": 8}, "layers.0.self_attn.q_proj.weight is [64, 32]"),
-    "another width": ({"hidden_size": 24}, "fc.weight "),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def dflash_door():
-    fields = dflash_fields()
-    return fields, dflash_tensors(fields), dflash_target()
-
-
-@pytest.mark.parametrize("what", DFLASH_REFUSED)
-def test_dflash_refuses(what, dflash_door, tmp_path):
-    (fields, tensors, target), (change, words) = dflash_door, DFLASH_REFUSED[what]
-    own = change.get("dflash_config")
-    if isinstance(own, dict):
-        change = change | {"dflash_config": fields["dflash_config"] | own}
-    folder = tiny.written(tmp_path, fields | change, tensors)
-    with pytest.raises(ValueError) as error:
-        DFlash(str(folder), target)
-    message = str(error.value)
-    assert words in message and str(tmp_path) in message and "\n" not in message
-
-
-def test_dflash_refuses_what_is_wrong_with_its_tensors(dflash_door, tmp_path):
-    fields, tensors, target = dflash_door
-    for name in tensors:  # none may be missing
-        rest = {n: x for n, x in tensors.items() if n != name}
-        with pytest.raises(ValueError, match=f"no tensor {name}, of shape"):
-            DFlash(tiny.written(tmp_path / "one", fields, rest), target)
-    narrow = {n: torch.cat((x, x)) if n.startswith("layers.1.mlp.up") else x
-              for n, x in tensors.items()}  # fmt: skip
-    wrong = {
-        "is [96, 32], config.json makes it [48, 32]": narrow,
-        "does not use: layers.0.self_attn.g_proj.weight": tensors
-        | {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 32)},
-        "does not use: layers.0.self_attn.qkv_proj.weight": tensors
-        | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(4, 32)},
-        "does not use: layers.0.attention_conv.base_kernel": tensors
-        | {"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)},
-        "lm_head.weight is [5, 32]": tensors | {"lm_head.weight": torch.zeros(5, 32)},
-    }
-    for words, them in wrong.items():
-        with pytest.raises(ValueError) as error:
-            DFlash(tiny.written(tmp_path / "two", fields, them), target)
-        assert words in str(error.value)
-    reduced = tensors | {"lm_head.weight": torch.zeros(3, 32), "d2t": torch.tensor([0, 0, 94])}
-    folder = tiny.written(tmp_path / "three", fields | {"draft_vocab_size": 3}, reduced)
-    with pytest.raises(ValueError, match="d2t does not lead to 3 different ids below 96"):
-        DFlash(folder, target)
-    small = fields | {"hidden_size": 24}
-    folder = tiny.written(tmp_path / "four", small, dflash_tensors(small))
-    with pytest.raises(ValueError, match="hidden_size 24, the target's is 32: no embed_tokens"):
-        DFlash(folder, target)
-
-
-def test_dflash_refuses_broken_files(dflash_door, tmp_path):
-    fields, tensors, target = dflash_door
-    folder = tmp_path / "head"
-    tiny.written(folder, fields, tensors)
-    assert speculative.drafter(f"dflash:{folder}", target, None).most == DFLASH_BLOCK - 1
-    (folder / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="mask_embedding.pt is a pickle"):
-        DFlash(str(folder), target)
-    (folder / "mask_embedding.pt").unlink()
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="truncated or not safetensors"):
-        DFlash(str(folder), target)
-    file.unlink()
-    with pytest.raises(ValueError, match="no .*safetensors file"):
-        DFlash(str(folder), target)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not readable as JSON"):
-        DFlash(str(folder), target)
-    with pytest.raises(ValueError, match="no such file or folder"):
-        DFlash(str(tmp_path / "nowhere"), target)
-    with pytest.raises(ValueError, match="dflash:PATH"):
-        speculative.drafter("dflash", target, None)

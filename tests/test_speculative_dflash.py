@@ -431,6 +431,23 @@ def test_dflash_reads_the_stream_after_the_layers_it_names_and_in_their_order(tm
         assert (found - said(wrong)).abs().max() > 1e-2
 
 
+def test_dflash_in_16_bits(tmp_path):
+    fields = dflash_fields(input_embedding_scale=1.5)
+    tensors = dflash_tensors(fields)
+    config = dflash_target().config
+    target = model.Model(config, model.random(config).tensors, dtype=torch.bfloat16)
+    head = dflash_opened(fields, tensors, tmp_path, target)
+    assert all(b.dtype == torch.bfloat16 for layer in head.cache.buffers for b in layer)
+    request, whole = Guessed(list(range(20))), dflash_target()
+    head.learn(request, 0, [request.feature(i, 0, 19).bfloat16() for i in head.taps])
+    [found] = dflash_guesses(head, dflash_watched(head), [request])
+    features = torch.cat([request.feature(i, 0, 19) for i in (2, 0, 3)], -1)
+    x = dflash_reference(fields, tensors, whole, features, 19, scale=1.5)
+    wanted = whole.logits(x)[1:]
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - wanted).square().mean() < 1e-3 * wanted.square().mean()
+
+
 # ---- a head that is right
 
 DFLASH_CYCLE = 24  # after token i comes i + 1, after the last 0; the id behind them is DFLASH_MASK

@@ -573,6 +573,7 @@ class Engine:
 
         try:
             with self.on_device:
+                self.manager.grow(made[0], prompt + 1)  # first: the others may fill a small cache
                 for own in made:
                     own.tokens = [0] * (prompt + 1)
                     if self.manager.grow(own, prompt):

@@ -4,6 +4,7 @@ Nothing here downloads, and nothing is drawn without a seed.
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -91,6 +92,33 @@ def eagle(
 
 
 def written(folder, fields: dict, tensors: dict) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
+
+
+def with_head(checkpoint: model.Checkpoint, seed: int = 0) -> model.Checkpoint:
+    """The same checkpoint with a random MTP head, under the names that its family publishes: a
+    layer like the last one that attends, and what is around it."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    E, count = config.width, len(config.specs)
+    attends = max(i for i, spec in enumerate(config.specs) if spec.kind != "linear")
+    layer, head = f"model.layers.{attends}.", {}
+    if config.gate:
+        prefix, inner = "mtp.", "mtp.layers.0."
+        vectors, fc = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc"
+    else:
+        prefix = inner = f"model.layers.{count}."
+        vectors, fc = ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
+        head = {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        head[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"]
+    shapes = {inner + n.removeprefix(layer): x.shape for n, x in tensors.items() if layer in n}
+    shapes |= {f"{prefix}{name}.weight": (E,) for name in vectors}
+    shapes[f"{prefix}{fc}.weight"] = (E, 2 * E)
+    draw = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=draw)
+        matrix = noise * 1.5 * shape[-1] ** -0.5
+        head[name] = matrix if len(shape) > 1 else 0.3 * noise + model.mean(name, config)
+    return replace(checkpoint, tensors=tensors | head)

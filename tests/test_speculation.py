@@ -86,7 +86,7 @@ class Holding(Drafter):
 
 
 class Saying(Drafter):
-    """Says what it is told to, round by round, to everyone; then nothing."""
+    """Says what it is told to, round by round, to everyone, or each its own; then nothing."""
 
     name, most = "saying", 16
 
@@ -97,7 +97,8 @@ class Saying(Drafter):
         said = self.rounds.pop(0) if self.rounds else []
         if isinstance(said, BaseException):
             raise said
-        return [said if isinstance(said, Draft) else Draft(list(said)) for _ in requests]
+        each = said if isinstance(said, tuple) else [said] * len(requests)
+        return [own if isinstance(own, Draft) else Draft(list(own)) for own in each]
 
 
 def checkpoint(family: str) -> model.Checkpoint:
@@ -342,6 +343,10 @@ def test_of_right_guesses_all_come_in_one_step_and_one_more():
         "guesses": 6,
         "guesses_accepted": 4,
     }
+    times = output.timings
+    assert times["tpot_mean_s"] == pytest.approx(times["decode_s"] / 8)
+    found, output = steps_of(saying([1], [1], budget=3), PROMPT, greedy(9))
+    assert output.token_ids == ids and found[:2] == [(0, 3, 0), (3, 1, 0)]  # none in a prompt
     tally = engine.speculation.tally
     assert (tally.drafts, tally.tokens, tally.reached, tally.stayed) == (2, 9, [2, 2, 2], [2, 1, 1])
     counts = engine.counts
@@ -420,13 +425,14 @@ def test_a_token_that_ends_thinking_may_be_guessed():
 
 
 def test_what_is_forced_after_a_guess_is_not_sampled():
-    """The token after `n` is drawn from a row, but where a grammar forces a text it has the
-    tokens of the tokenizer."""
-    params = greedy(20, regex="[0-9] (name|x)", logit_bias={ord("n"): 9.0, ord("a"): 9.0})
+    """After x only abc can come, and that is one token, although a row would draw an a."""
+    params = greedy(20, regex="[0-9](xabc|y)", logit_bias={ord("x"): 9.0, ord("a"): 9.0})
     _, plain = steps_of(text_engine(), PROMPT, params)
-    engine = saying([*plain.token_ids[1:3], *b"ame"], [ord("n"), *b"ame"])
+    assert plain.token_ids[1:] == [ord("x"), 257 + MERGES.index("ab c")]
+    engine = saying(list(b"xabc"))
     _, output = steps_of(engine, PROMPT, params)
-    assert what(output) == what(plain) and output.usage["forced_tokens"] > 1
+    assert what(output) == what(plain) and output.usage["guesses_accepted"] == 1
+    assert output.usage["forced_tokens"] == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -439,6 +445,10 @@ def test_guides_come_back_from_guesses_as_they_were(count):
     assert guide.ahead(list(ids[:count])) == count and guide.states == states
     assert guide.mask().tolist() == before and guide.matcher.ids == []
     assert len(guide.masks(count)) == 1 + count
+    other = engine._guide(greedy(9, regex="[ab]cdefgh"), {})
+    known, states = len(other.matcher.machine.states), other.states
+    assert other.ahead(list(b"acdefg")) == 6 and other.states == states
+    assert len(other.matcher.machine.states) > known
     assert guide.ahead([*b"abx", *b"aaaa"]) == 3 and guide.masks(3)[3] is None
     assert guide.ahead([*b"bcd", *b"aaaa"]) == 3 and guide.mask().tolist() == before
     assert guide.refusal is None and not guide.finished
@@ -625,12 +635,14 @@ def test_a_drafter_that_fails_is_said_once_and_asked_no_more(said, why):
     lines: list[str] = []
     work = [(PROMPT, greedy(9)), ("x", greedy(12, temperature=1, seed=4))]
     expected = [what(o) for o in outputs(text_engine(), work)]
-    engine = saying([1, 2], said, said, say=lines.append)
+    whole = said if isinstance(said, Exception) else ([1, 2], said)  # the second one's alone
+    engine = saying([1, 2], whole, whole, say=lines.append)
     lines.clear()
     requests = [engine.add(*each) for each in work]
     while engine.scheduler.busy:
         engine.step()
         engine.check()
+        assert not engine.drafter_failed or not any(request.draft for request in requests)
     assert [what(engine.output(r)) for r in requests] == expected and engine.manager.held == 0
     (line,) = lines
     assert line.startswith("guesses  saying failed, there are none any more: ")

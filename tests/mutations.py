@@ -3851,8 +3851,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "        if request.params.logprobs is not None:\n            return [], None",
-        "        if request.params.logprobs is None and False:\n            return [], None",
+        "        if not self.jump or request.params.logprobs is not None:",
+        "        if not self.jump:",
         "tokens without logprobs",
         "tests/test_generate.py -k test_logprobs_under_a_grammar",
     ),
@@ -3865,8 +3865,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "        if not stream.stop_ids.isdisjoint(ids):  # these are no text",
-        "        if False:",
+        "        return ids if stream.stop_ids.isdisjoint(ids) else []  # these are no text",
+        "        return ids",
         "5: a stop id that is forced text ends it in the middle",
         "tests/test_generate.py -k test_a_stop_id_that_is_text",
     ),
@@ -4047,7 +4047,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        '            if accepted and before is not None:\n                self._ask("rollback"',
+        '            if before is not None:\n                self._ask("rollback"',
         '            if False:\n                self._ask("rollback"',
         "a grammar goes on by guesses that may not stay",
         "tests/test_speculation.py -k test_a_row_of_a_draft",
@@ -4061,8 +4061,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "generate.py",
-        "                if not self.accept(token):\n                    self.later.append(None)\n                    return n",
-        "                if not self.accept(token):\n                    self.later.append(None)\n                    return n - 1",
+        "                if not self.accept(token) or self.finished:\n                    self.later.append(None)\n                    return n",
+        "                if not self.accept(token) or self.finished:\n                    self.later.append(None)\n                    return n - 1",
         "a guess that breaks the grammar is looked at, then dropped: the law is not p any more",
         "tests/test_speculation.py -k test_a_guess_that_ends_a_text",
     ),

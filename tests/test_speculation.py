@@ -572,8 +572,8 @@ def any_engine(seed: int):
     draw = random.Random(seed)
     family = draw.choice(KINDS)
     work = any_work(draw, loaded(family).config.vocab)
-    plain = served(small(family, max_len=48), work)
     settings = any_settings(draw, family)
+    plain = served(small(family, max_len=settings["max_len"]), work)
     oracle = Oracle(answers(plain), draw.choice(["random", "random", "right", "alternating"]), 90)
     oracle.draw = random.Random(seed)
     settings |= {"speculative": Holding(oracle), "spec_tokens": draw.choice([None, 1, 3, 6])}
@@ -582,6 +582,8 @@ def any_engine(seed: int):
         requests = [engine.add(*each) for each in work]
     except ValueError:
         return 0  # too small for this
+    if engine.max_len < settings["max_len"]:
+        return 0
     often, steps = draw.choice([0, 0, 0.1, 0.4]), 0
     aborting = draw.random() < 0.3
     while engine.scheduler.busy:
@@ -614,9 +616,9 @@ def test_any_guesses_in_any_engine_change_nothing(part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(5))
 def test_any_guesses_in_any_engine_change_nothing_wide(part):
-    assert sum(any_engine(seed) for seed in range(100 + 50 * part, 150 + 50 * part)) > 100
+    assert sum(any_engine(seed) for seed in range(100 + 30 * part, 130 + 30 * part)) > 100
 
 
 # ---------------------------------------------------------------- what goes wrong

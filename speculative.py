@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 import kv_cache
+import model as models
 from kv_cache import LayerSpec, Segment, Step
 from model import Checkpoint, Model
 from sample import (
@@ -270,7 +271,12 @@ LONG = 32  # tokens of a match beyond which it is as good as any
 
 class Cached(Drafter):
     """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
-    finds no slot free is not guessed for."""
+    finds no slot free is not guessed for. A subclass has
+
+        _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
+        run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
+        score(x) -> logits (R, V)            of the target's vocabulary, -inf where it has no id
+    """
 
     def __init__(self, target: Model, specs: tuple[LayerSpec, ...]):
         self.target, self.specs = target, specs
@@ -316,6 +322,46 @@ class Cached(Drafter):
         tensors = [torch.tensor(x, device=self.device) for x in (tokens, positions, last)]
         return Step(self.cache, *tensors, segments)
 
+    def propose(self, requests, counts, rows):
+        """One pass for each guess, over those that want another. What guesses leave in the cache
+        lies beyond `computed`; linear layers are given their states back."""
+        state, x = self._catch_up(requests)
+        held = [self.held[request] for request in requests]
+        true, states = [one.computed for one in held], self._states(held)
+        drafts = [Draft() for _ in requests]
+        beliefs: list[list] = [[] for _ in requests]
+        going = list(range(len(requests)))  # those that want more
+        try:
+            while going:
+                these = [rows(requests[i], drafts[i].ids) for i in going]
+                more = []
+                for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
+                    if id is None:  # logits that are not finite
+                        continue
+                    drafts[i].ids.append(id)
+                    beliefs[i].append(law)
+                    if len(drafts[i].ids) < counts[i]:
+                        more.append(at)
+                going = [going[at] for at in more]
+                if going:
+                    step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
+                    state, x = self.run(state[more], step.tokens, step)
+                    self.cache.commit(step, None)
+        finally:  # interrupted, too
+            for one, computed in zip(held, true):
+                one.computed = computed
+            for buffer, slots, old in states:
+                buffer[slots] = old
+        for draft, laws in zip(drafts, beliefs):
+            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
+        return drafts
+
+    def _states(self, held: list["Held"]) -> list[tuple]:
+        """Copies of what linear layers have of some requests: (buffer, slots, content)."""
+        slots, layers = [one.slot for one in held], zip(self.specs, self.cache.buffers)
+        linear = [buffer for spec, own in layers if spec.kind == "linear" for buffer in own]
+        return [(buffer, slots, buffer[slots]) for buffer in linear]  # by a list: copies
+
     def guess(self, logits: Tensor, rows: list[Row]) -> tuple[list, list]:
         """An id by each row of logits (R, V), and what it was drawn from: None, if certain."""
         if rows[0].domain != DRAFT:
@@ -334,6 +380,7 @@ class Held:
     slot: int | None = None
     features: list[list[Tensor]] = field(default_factory=list)  # learnt, not yet in the cache
     pending: int = 0  # positions in them
+    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`, if true
 
     @property
     def seen(self) -> int:
@@ -400,31 +447,84 @@ class Chained(Cached):
         self.cache.commit(step, None)
         return state[step.sample_rows], x[step.sample_rows]
 
+
+class DraftModel(Cached):
+    """A smaller model of the same vocabulary goes ahead (Leviathan et al. 2211.17192, Chen et al.
+    2302.01318). It needs nothing of the target: it reads the tokens, a prompt in parts of `CHUNK`
+    while the target computes its own.
+
+        tokens       ..   x_s - 2   x_s - 1   x_s         known; its cache has those before x_s - 1
+        rows              x_s - 1   x_s | guess 1 guess 2
+        tells of                guess 1 | guess 2 guess 3
+
+    Guesses that came true are in its cache already: but of linear layers, whose states are put
+    back, they are computed again.
+    """
+
+    name = "draft"
+    CHUNK = 512  # rows a round, of all requests together, that it reads without being asked
+    NEAR = 16  # tokens behind with which it is asked: they take about as long as one
+
+    def __init__(self, target: Model, model: Model):
+        super().__init__(target, model.config.specs)
+        self.model = model
+
+    def slot_bytes(self, max_len):
+        return super().slot_bytes(min(max_len, self.model.config.positions))
+
+    def open(self, slots, max_len):
+        self.longest = min(max_len, self.model.config.positions)  # tokens that it can read
+        super().open(slots, self.longest)
+
+    def keep(self, requests):
+        super().keep([r for r in requests if len(r.tokens) <= self.longest])
+        work, room = [], self.CHUNK
+        for request in requests:
+            if len(request.tokens) > self.longest or (held := self.hold(request)) is None:
+                continue
+            ids = self._unread(request)[:-1]  # the last one is what it guesses from
+            if len(ids) >= self.NEAR and room:
+                work.append((held, ids[:room]))
+                room -= len(work[-1][1])
+        if work:
+            self._read(work)
+
+    def most_for(self, request):
+        near = request in self.held and len(self._unread(request)) <= self.NEAR
+        return self.most if near else 0
+
+    def _unread(self, request) -> list[int]:
+        """Tokens that are not in the cache. Guesses that are in it count, if they came true."""
+        held = self.held[request]
+        held.computed += agreed(held.guesses, request.tokens[held.computed : -1])
+        held.guesses = []
+        return request.tokens[held.computed :]
+
+    def _catch_up(self, requests):
+        return self._read([(self.held[request], self._unread(request)) for request in requests])
+
+    def _read(self, work):
+        step = self.prepare(work)
+        hidden, _ = self.run(None, step.tokens, step)
+        self.cache.commit(step, None)
+        return hidden[step.sample_rows], hidden[step.sample_rows]
+
+    def run(self, state, tokens, step):
+        tokens = tokens.clamp(max=self.model.config.vocab - 1)  # it may have fewer ids
+        hidden, _ = self.model(tokens, step.positions, step)
+        return hidden, hidden
+
+    def score(self, x):
+        """Ids that only one of the two has are never guessed."""
+        logits, vocab = self.model.logits(x), self.target.config.vocab
+        missing = max(vocab - logits.shape[1], 0)
+        return torch.nn.functional.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
+
     def propose(self, requests, counts, rows):
-        state, x = self._catch_up(requests)
-        held = [self.held[request] for request in requests]
-        true = [one.computed for one in held]
-        drafts = [Draft() for _ in requests]
-        beliefs: list[list] = [[] for _ in requests]
-        going = list(range(len(requests)))  # those that want more
-        while going:
-            ids, laws = self.guess(self.score(x), [rows(requests[i], drafts[i].ids) for i in going])
-            more = []
-            for at, (i, id, law) in enumerate(zip(going, ids, laws)):
-                if id is None:  # logits that are not finite
-                    continue
-                drafts[i].ids.append(id)
-                beliefs[i].append(law)
-                if len(drafts[i].ids) < counts[i]:
-                    more.append(at)
-            going = [going[at] for at in more]
-            if going:
-                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
-                state, x = self.run(state[more], step.tokens, step)
-        for one, computed in zip(held, true):
-            one.computed = computed
-        for draft, laws in zip(drafts, beliefs):
-            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
+        drafts = super().propose(requests, counts, rows)
+        if all(spec.kind != "linear" for spec in self.specs):
+            for request, draft in zip(requests, drafts):
+                self.held[request].guesses = draft.ids[:-1]  # the last was not computed
         return drafts
 
 
@@ -708,8 +808,54 @@ MOST = 64  # guesses a round
 
 # ---------------------------------------------------------------- drafters by name
 
+
+def _draft_model(name: str, target: Model, checkpoint: Checkpoint) -> DraftModel:
+    """Any model that `model.find` finds, in the target's type; in 4 bits if both have them."""
+    try:
+        path, entry = models.find(name)
+        own = models.load(path)
+        own.name = entry.get("name", own.name)
+        _same_vocabulary(checkpoint, own)
+        device, dtype = target.embedding.device, target.embedding.dtype
+        stored = target.low and models.stores_four_bits(own, device, dtype)
+        how = "stored" if stored else None
+        return DraftModel(target, Model(own.config, own.tensors, device, dtype, quantize=how))
+    except ValueError as error:
+        raise ValueError(f"speculative draft:{name}: {error}") from None
+
+
+def _same_vocabulary(target: Checkpoint, own: Checkpoint):
+    """ValueError: an id is one text here and another there; or, where that is not known, there
+    are more ids here than there. Models of a family pad one vocabulary to different sizes."""
+    ours, theirs = vocabulary(own), vocabulary(target)
+    if not ours or not theirs:
+        if own.config.vocab != target.config.vocab:
+            raise ValueError(
+                f"its vocabulary has {own.config.vocab:,} ids, that of {target.name or 'the model'}"
+                f" {target.config.vocab:,}"
+            )
+        return
+    differ = sorted(id for id in ours.keys() & theirs.keys() if ours[id] != theirs[id])
+    if differ:
+        id = differ[0]
+        raise ValueError(
+            f"it is of another vocabulary: id {id} is {ours[id]!r}, and {theirs[id]!r} in"
+            f" {target.name or 'the model'}; {len(differ):,} of {len(theirs):,} differ"
+        )
+
+
+def vocabulary(checkpoint: Checkpoint) -> dict[int, str]:
+    """The texts of a tokenizer's ids; {}: there is none."""
+    given = checkpoint.tokenizer or {}
+    ids = dict((given.get("model") or {}).get("vocab") or {})
+    for token in given.get("added_tokens") or ():
+        ids.setdefault(token["content"], token["id"])
+    return {id: text for text, id in ids.items()}
+
+
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "draft": _draft_model,
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

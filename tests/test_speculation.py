@@ -7,6 +7,7 @@ import pytest
 
 import model
 from generate import Engine, SamplingParams
+import speculative
 from speculative import Draft, Drafter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -81,3 +82,47 @@ def test_guesses_change_nothing_that_comes_out(family, how):
         assert tally.accepted == tally.guesses > 0
     if how == "wrong":
         assert tally.accepted == 0 < tally.guesses
+
+
+# ---------------------------------------------------------------- another model guesses
+
+
+def drafting(data: model.Checkpoint, **settings) -> Engine:
+    """An engine whose drafter is a second copy of its own model."""
+    base = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+    engine = Engine(data, **base | settings, speculative=twin(data), spec_tokens=5)
+    return engine
+
+
+def twin(data: model.Checkpoint) -> speculative.DraftModel:
+    target = model.Model(data.config, data.tensors)
+    return speculative.DraftModel(target, target)
+
+
+def asked(vocab: int, count: int = 6) -> list:
+    """Work of which every guess of a model that thinks alike is right: nothing ends early."""
+    draw = random.Random(3)
+    shared = [draw.randrange(3, vocab) for _ in range(20)]
+    work = []
+    for i in range(count):
+        prompt = shared * (i % 2) + [draw.randrange(3, vocab) for _ in range(draw.randrange(1, 30))]
+        params = {"temperature": 0.8 * (i % 3 > 0), "seed": i, "max_tokens": draw.randrange(4, 30)}
+        if i % 3 == 2:
+            params |= {"top_k": 20, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+        work.append((prompt, SamplingParams(ignore_eos=True, n=1 + (i == 3), **params)))
+    return work
+
+
+@pytest.mark.parametrize("rule", ["sample", "reject"])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_model_that_drafts_for_itself_is_always_right(family, rule):
+    data = checkpoint(family)
+    work = asked(data.config.vocab)
+    engine = drafting(data, verify=rule, max_running=4, budget=24)
+    texts = served(engine, work)
+    tally = engine.speculation.tally
+    assert tally.accepted == tally.guesses > 60
+    assert tally.a_round > 2
+    if rule == "sample":
+        base = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_memory": 2**22}
+        assert texts == served(Engine(data, **base), work)

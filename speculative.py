@@ -214,7 +214,9 @@ class Drafter:
 
 class NGram(Drafter):
     """Prompt lookup (Saxena 2023): what followed the last time that the last few tokens were just
-    these. The longest match wins, of equally long ones the most recent.
+    these. The longest match wins, of equally long ones the most recent; beyond `LONGEST` tokens
+    all count as equally long. Special tokens are tokens like others: where a turn ends, the one
+    after it often begins as the last one did, and a guess that ends the text is cut behind it.
 
     Example: tokens 5 6 7 8 9 5 6: 5 6 was there before, and 7 8 9 5 6 came then.
     """
@@ -223,6 +225,7 @@ class NGram(Drafter):
     LONGEST = 4  # tokens that are looked up; what a match is worth depends on how far back it goes
 
     def __init__(self, shortest: int = 1):
+        """shortest: tokens. One alike is seldom worth a row, and `choose` knows when it is."""
         self.shortest = shortest
         self.known: dict = {}  # request -> (tokens looked at, n-gram -> where its last one ended)
 
@@ -230,35 +233,40 @@ class NGram(Drafter):
         return [self._look_up(r, r.tokens, count) for r, count in zip(requests, counts)]
 
     def prior(self, kind):
-        return 1 - 1 / (1 + kind / 4)  # 1 token alike: 0.2, 4: 0.5, 32: 0.9
+        return ALIKE[kind]
 
     def _look_up(self, request, tokens: list[int], count: int) -> Draft:
         done, ends = self.known.get(request, (0, {}))
-        end = self._match(tokens, done, ends)
+        self._enter(tokens, done, ends)
         self.known[request] = len(tokens), ends
+        end = self._match(tokens, ends)
         if end is None:
             return Draft()
-        ids = [*tokens[end:], *([0] * count)][:count]
-        for j in range(len(tokens) - end, count):  # it runs into what it copies: on and on
-            ids[j] = ids[j - (len(tokens) - end)]
-        return Draft(ids, kind=self._length(tokens, end))
+        ids = tokens[end : end + count]
+        while len(ids) < count:  # it runs into what it copies: on and on
+            ids += ids[: count - len(ids)]
+        return Draft(ids, kind=self._kind(tokens, end))
 
-    def _match(self, tokens: list[int], done: int, ends: dict) -> int | None:
-        """Where the longest known n-gram at the end of tokens ended before. Enters all others."""
-        for end in range(done, len(tokens)):
-            for n in range(self.shortest, min(self.LONGEST, end) + 1):
-                ends[tuple(tokens[end - n : end])] = end
-        for n in range(min(self.LONGEST, len(tokens) - 1), self.shortest - 1, -1):
+    def _enter(self, tokens: list[int], done: int, ends: dict):
+        """Enter the n-grams that end before the last token: later ones in the place of earlier."""
+        for n in range(self.shortest, self.LONGEST + 1):
+            first = max(done - n, 0)  # of which the end is not known yet
+            grams = zip(*(tokens[first + j : -1] for j in range(n)))
+            ends.update(zip(grams, range(first + n, len(tokens))))
+
+    def _match(self, tokens: list[int], ends: dict) -> int | None:
+        """Where the longest known n-gram at the end of tokens ended before."""
+        for n in range(self.LONGEST, self.shortest - 1, -1):
             if (end := ends.get(tuple(tokens[-n:]))) is not None:
                 return end
         return None
 
-    def _length(self, tokens: list[int], end: int) -> int:
-        """Tokens that are alike before both places, up to LONG."""
-        n = 0
-        while n < LONG and n < end and tokens[end - 1 - n] == tokens[-1 - n]:
+    def _kind(self, tokens: list[int], end: int) -> int:
+        """The key of `ALIKE` for as many tokens as are alike before both places."""
+        n, most = 0, min(end, max(ALIKE))
+        while n < most and tokens[end - 1 - n] == tokens[-1 - n]:
             n += 1
-        return n
+        return max(kind for kind in ALIKE if kind <= n)
 
     def keep(self, requests):
         kept = set(requests)
@@ -266,7 +274,9 @@ class NGram(Drafter):
             del self.known[request]
 
 
-LONG = 32  # tokens of a match beyond which it is as good as any
+# Tokens alike, or more, up to the next -> how often the next token is alike too: in English prose
+# and Python with the tokens of SmolLM2, and a little more so in what models write.
+ALIKE = {1: 0.15, 2: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 9: 0.8, 17: 0.9}
 
 
 class Cached(Drafter):
@@ -380,7 +390,7 @@ class Held:
     slot: int | None = None
     features: list[list[Tensor]] = field(default_factory=list)  # learnt, not yet in the cache
     pending: int = 0  # positions in them
-    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`, if true
+    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`
 
     @property
     def seen(self) -> int:
@@ -453,12 +463,12 @@ class DraftModel(Cached):
     2302.01318). It needs nothing of the target: it reads the tokens, a prompt in parts of `CHUNK`
     while the target computes its own.
 
-        tokens       ..   x_s - 2   x_s - 1   x_s         known; its cache has those before x_s - 1
-        rows              x_s - 1   x_s | guess 1 guess 2
-        tells of                guess 1 | guess 2 guess 3
+        row          x_s - 1   x_s       guess 1   guess 2      tokens up to x_s are known
+        tells of     (x_s)     guess 1   guess 2   guess 3
+        passes       unread tokens: one  one       one
 
-    Guesses that came true are in its cache already: but of linear layers, whose states are put
-    back, they are computed again.
+    What it has computed of a guess that came true stays; linear layers, whose states are put
+    back, read it again.
     """
 
     name = "draft"
@@ -494,7 +504,7 @@ class DraftModel(Cached):
         return self.most if near else 0
 
     def _unread(self, request) -> list[int]:
-        """Tokens that are not in the cache. Guesses that are in it count, if they came true."""
+        """Tokens that are not in the cache: guesses that came true are. The last never counts."""
         held = self.held[request]
         held.computed += agreed(held.guesses, request.tokens[held.computed : -1])
         held.guesses = []
@@ -524,7 +534,7 @@ class DraftModel(Cached):
         drafts = super().propose(requests, counts, rows)
         if all(spec.kind != "linear" for spec in self.specs):
             for request, draft in zip(requests, drafts):
-                self.held[request].guesses = draft.ids[:-1]  # the last was not computed
+                self.held[request].guesses = draft.ids[:-1]  # of the last there is no row
         return drafts
 
 

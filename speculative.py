@@ -101,7 +101,8 @@ def verify(logits: Tensor, rows: list[Row], drafts: list[Draft], rule="sample") 
 def agreed(guesses: list[int], ids: list[int]) -> int:
     """How many of the first guesses are just these ids."""
     pairs = zip(guesses, ids)
-    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), len(guesses))
+    most = min(len(guesses), len(ids))
+    return next((j for j, (guess, id) in enumerate(pairs) if guess != id), most)
 
 
 def _reject(logits: Tensor, rows: list[Row], drafts: list[Draft]) -> list[list]:

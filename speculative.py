@@ -234,7 +234,7 @@ class NGram(Drafter):
         return [self._look_up(r, r.tokens, count) for r, count in zip(requests, counts)]
 
     def prior(self, kind):
-        return ALIKE[kind]
+        return ALIKE.get(kind, 0.0)  # 0: nothing is alike, and there is no guess
 
     def _look_up(self, request, tokens: list[int], count: int) -> Draft:
         done, ends = self.known.get(request, (0, {}))
@@ -342,27 +342,25 @@ class Cached(Drafter):
         drafts = [Draft() for _ in requests]
         beliefs: list[list] = [[] for _ in requests]
         going = list(range(len(requests)))  # those that want more
-        try:
-            while going:
-                these = [rows(requests[i], drafts[i].ids) for i in going]
-                more = []
-                for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
-                    if id is None:  # logits that are not finite
-                        continue
-                    drafts[i].ids.append(id)
-                    beliefs[i].append(law)
-                    if len(drafts[i].ids) < counts[i]:
-                        more.append(at)
-                going = [going[at] for at in more]
-                if going:
-                    step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
-                    state, x = self.run(state[more], step.tokens, step)
-                    self.cache.commit(step, None)
-        finally:  # interrupted, too
-            for one, computed in zip(held, true):
-                one.computed = computed
-            for buffer, slots, old in states:
-                buffer[slots] = old
+        while going:
+            these = [rows(requests[i], drafts[i].ids) for i in going]
+            more = []
+            for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
+                if id is None:  # logits that are not finite
+                    continue
+                drafts[i].ids.append(id)
+                beliefs[i].append(law)
+                if len(drafts[i].ids) < counts[i]:
+                    more.append(at)
+            going = [going[at] for at in more]
+            if going:
+                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
+                state, x = self.run(state[more], step.tokens, step)
+                self.cache.commit(step, None)
+        for one, computed in zip(held, true):
+            one.computed = computed
+        for buffer, slots, old in states:
+            buffer[slots] = old
         for draft, laws in zip(drafts, beliefs):
             draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
         return drafts
@@ -501,8 +499,8 @@ class DraftModel(Cached):
             self._read(work)
 
     def most_for(self, request):
-        near = request in self.held and len(self._unread(request)) <= self.NEAR
-        return self.most if near else 0
+        unread = len(self._unread(request)) if request in self.held else 0
+        return self.most if 0 < unread <= self.NEAR else 0  # 0: it waited since it was guessed for
 
     def _unread(self, request) -> list[int]:
         """Tokens that are not in the cache: guesses that came true are. The last never counts."""

@@ -252,7 +252,7 @@ class NGram(Drafter):
         """Enter the n-grams that end before the last token: later ones in the place of earlier."""
         for n in range(self.shortest, self.LONGEST + 1):
             first = max(done - n, 0)  # of which the end is not known yet
-            grams = zip(*(tokens[first + j : -1] for j in range(n)))
+            grams = zip(*(tokens[first + j :] for j in range(n)))
             ends.update(zip(grams, range(first + n, len(tokens))))
 
     def _match(self, tokens: list[int], ends: dict) -> int | None:

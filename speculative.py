@@ -819,11 +819,10 @@ MOST = 64  # guesses a round
 
 
 def _draft_model(name: str, target: Model, checkpoint: Checkpoint) -> DraftModel:
-    """Any model that `model.find` finds, in the target's type; in 4 bits if both have them."""
+    """Any model that `model.find` finds, in the target's type. In the 4 bits of its file, if the
+    target has low-bit weights too."""
     try:
-        path, entry = models.find(name)
-        own = models.load(path)
-        own.name = entry.get("name", own.name)
+        own = models.load(models.find(name)[0])
         _same_vocabulary(checkpoint, own)
         device, dtype = target.embedding.device, target.embedding.dtype
         stored = target.low and models.stores_four_bits(own, device, dtype)
@@ -834,8 +833,8 @@ def _draft_model(name: str, target: Model, checkpoint: Checkpoint) -> DraftModel
 
 
 def _same_vocabulary(target: Checkpoint, own: Checkpoint):
-    """ValueError: an id is one text here and another there; or, where that is not known, there
-    are more ids here than there. Models of a family pad one vocabulary to different sizes."""
+    """ValueError: an id is one text here and another there; or, where that is not known, one has
+    more ids. Models of a family pad one vocabulary to different sizes."""
     ours, theirs = vocabulary(own), vocabulary(target)
     if not ours or not theirs:
         if own.config.vocab != target.config.vocab:

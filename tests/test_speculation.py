@@ -119,16 +119,13 @@ def asked(vocab: int, count: int = 6, most: int = 30) -> list:
     return work
 
 
-QUICK = ("qwen3", "qwen3_5_text")
+QUICK = [("qwen3", "sample"), ("qwen3_5_text", "reject"), ("deepseek_v32", "sample")]
+SLOW = [(family, rule) for family in KINDS for rule in speculative.RULES]
 
 
 @pytest.mark.parametrize(
     "family, rule",
-    [(family, "sample") for family in KINDS]
-    + [
-        pytest.param(family, "reject", marks=[] if family in QUICK else [pytest.mark.slow])
-        for family in KINDS
-    ],
+    QUICK + [pytest.param(*x, marks=pytest.mark.slow) for x in SLOW if x not in QUICK],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(family, rule):
     """With prompts in parts, shared prefixes, several samples; who joins and leaves."""
@@ -155,7 +152,10 @@ class TwoSlots(speculative.DraftModel):
         super().open(2, max_len)
 
 
-@pytest.mark.parametrize("family, kv_memory", [("qwen3", 74_000), ("qwen3_5_text", 56_000)])
+@pytest.mark.parametrize(
+    "family, kv_memory",
+    [pytest.param("qwen3", 74_000, marks=pytest.mark.slow), ("qwen3_5_text", 56_000)],
+)
 def test_it_goes_on_after_preemption_and_without_a_slot_for_everyone(family, kv_memory):
     data = checkpoint(family)
     own, work = model.Model(data.config, data.tensors), asked(data.config.vocab, most=40)
@@ -198,13 +198,13 @@ def test_a_draft_model_is_named_by_its_path():
 def test_another_model_guesses_and_the_text_is_the_targets():
     """One that thinks otherwise, of a smaller vocabulary, with states where the target has none."""
     data, other = checkpoint("qwen3"), checkpoint("qwen3_5_text")
-    work = asked(data.config.vocab, 4)
+    work = asked(data.config.vocab, 3)
     drafter = speculative.DraftModel(
         model.Model(data.config, data.tensors), model.Model(other.config, other.tensors)
     )
     engine = plainly(data, speculative=drafter, spec_tokens=4, budget=24)
     assert served(engine, work) == served(plainly(data), work)
-    assert engine.speculation.tally.guesses > 50
+    assert engine.speculation.tally.guesses > 40
 
 
 def test_what_cannot_be_a_draft_model_is_refused_in_a_sentence(tmp_path):
@@ -230,11 +230,11 @@ def test_what_cannot_be_a_draft_model_is_refused_in_a_sentence(tmp_path):
     assert message.startswith("kv_memory 40,000 bytes: draft needs ")
 
 
-@pytest.mark.parametrize("settings", [{}, {"spec_tokens": 6}, {"verify": "reject"}])
+@pytest.mark.parametrize("settings", [{"spec_tokens": 6}, {"verify": "reject"}])
 def test_n_grams_of_prompts_that_repeat_and_of_others(settings):
     data, draw = checkpoint("qwen3"), random.Random(1)
     work = []
-    for i in range(5):
+    for i in range(4):
         prompt = [draw.randrange(3, 96) for _ in range(4)] * (1 + 3 * (i % 2))
         params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True, n=1 + (i == 1))
         work.append((prompt, params))

@@ -543,8 +543,8 @@ class DraftModel(Cached):
 
     def run(self, state, tokens, step):
         tokens = tokens.clamp(max=self.model.config.vocab - 1)  # it may have fewer ids
-        hidden, _ = self.model(tokens, step.positions, step)
-        return hidden, hidden
+        x, _ = self.model(tokens, step.positions, step)
+        return x, x
 
     def score(self, x):
         """Ids that only one of the two has are never guessed."""

@@ -550,7 +550,7 @@ class DraftModel(Cached):
         """Ids that only one of the two has are never guessed."""
         logits, vocab = self.model.logits(x), self.target.config.vocab
         missing = max(vocab - logits.shape[1], 0)
-        return torch.nn.functional.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
+        return F.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
 
     def propose(self, requests, counts, rows):
         drafts = super().propose(requests, counts, rows)

@@ -5349,8 +5349,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        "        return torch.nn.functional.pad(logits[:, :vocab], (0, missing), value=-torch.inf)",
-        "        return torch.nn.functional.pad(logits[:, :vocab], (0, missing))",
+        "        return F.pad(logits[:, :vocab], (0, missing), value=-torch.inf)",
+        "        return F.pad(logits[:, :vocab], (0, missing))",
         "ids that the drafter does not have are guessed",
         "tests/test_speculative.py -k test_ids_that_only_one_of_the_two_has",
     ),

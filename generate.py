@@ -544,7 +544,8 @@ class Engine:
         with _fitting(self.device):
             drafter.open(slots, self.max_len)
         if each:
-            size = f"{slots * each / 2**20:,.3g} MiB"
+            size = slots * each
+            size = f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
             self.say(f"cache: {slots} requests of {drafter.name}'s own, {size}")
         return slots * each
 

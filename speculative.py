@@ -237,7 +237,9 @@ class Drafter:
 
 class NGram(Drafter):
     """Prompt lookup (Saxena 2023): what followed the last time that the last few tokens were just
-    these. The longest match wins, of equally long ones the most recent.
+    these. The longest match wins, of equally long ones the most recent; beyond `LONGEST` tokens
+    all count as equally long. Special tokens are tokens like others: where a turn ends, the one
+    after it often begins as the last one did, and a guess that ends the text is cut behind it.
 
     Example: tokens 5 6 7 8 9 5 6: 5 6 was there before, and 7 8 9 5 6 came then.
     """
@@ -246,6 +248,7 @@ class NGram(Drafter):
     LONGEST = 4  # tokens that are looked up; what a match is worth depends on how far back it goes
 
     def __init__(self, shortest: int = 1):
+        """shortest: tokens. One alike is seldom worth a row, and `choose` knows when it is."""
         self.shortest = shortest
         self.known: dict = {}  # request -> (tokens looked at, n-gram -> where its last one ended)
 
@@ -253,35 +256,40 @@ class NGram(Drafter):
         return [self._look_up(r, r.tokens, count) for r, count in zip(requests, counts)]
 
     def prior(self, kind):
-        return 1 - 1 / (1 + kind / 4)  # 1 token alike: 0.2, 4: 0.5, 32: 0.9
+        return ALIKE.get(kind, 0.0)  # 0: nothing is alike, and there is no guess
 
     def _look_up(self, request, tokens: list[int], count: int) -> Draft:
         done, ends = self.known.get(request, (0, {}))
-        end = self._match(tokens, done, ends)
+        self._enter(tokens, done, ends)
         self.known[request] = len(tokens), ends
+        end = self._match(tokens, ends)
         if end is None:
             return Draft()
-        ids = [*tokens[end:], *([0] * count)][:count]
-        for j in range(len(tokens) - end, count):  # it runs into what it copies: on and on
-            ids[j] = ids[j - (len(tokens) - end)]
-        return Draft(ids, kind=self._length(tokens, end))
+        ids = tokens[end : end + count]
+        while len(ids) < count:  # it runs into what it copies: on and on
+            ids += ids[: count - len(ids)]
+        return Draft(ids, kind=self._kind(tokens, end))
 
-    def _match(self, tokens: list[int], done: int, ends: dict) -> int | None:
-        """Where the longest known n-gram at the end of tokens ended before. Enters all others."""
-        for end in range(done, len(tokens)):
-            for n in range(self.shortest, min(self.LONGEST, end) + 1):
-                ends[tuple(tokens[end - n : end])] = end
-        for n in range(min(self.LONGEST, len(tokens) - 1), self.shortest - 1, -1):
+    def _enter(self, tokens: list[int], done: int, ends: dict):
+        """Enter the n-grams that end before the last token: later ones in the place of earlier."""
+        for n in range(self.shortest, self.LONGEST + 1):
+            first = max(done - n, 0)  # of which the end is not known yet
+            grams = zip(*(tokens[first + j :] for j in range(n)))
+            ends.update(zip(grams, range(first + n, len(tokens))))
+
+    def _match(self, tokens: list[int], ends: dict) -> int | None:
+        """Where the longest known n-gram at the end of tokens ended before."""
+        for n in range(self.LONGEST, self.shortest - 1, -1):
             if (end := ends.get(tuple(tokens[-n:]))) is not None:
                 return end
         return None
 
-    def _length(self, tokens: list[int], end: int) -> int:
-        """Tokens that are alike before both places, up to LONG."""
-        n = 0
-        while n < LONG and n < end and tokens[end - 1 - n] == tokens[-1 - n]:
+    def _kind(self, tokens: list[int], end: int) -> int:
+        """The key of `ALIKE` for as many tokens as are alike before both places."""
+        n, most = 0, min(end, max(ALIKE))
+        while n < most and tokens[end - 1 - n] == tokens[-1 - n]:
             n += 1
-        return n
+        return max(kind for kind in ALIKE if kind <= n)
 
     def keep(self, requests):
         kept = set(requests)
@@ -289,12 +297,19 @@ class NGram(Drafter):
             del self.known[request]
 
 
-LONG = 32  # tokens of a match beyond which it is as good as any
+# Tokens alike, or more, up to the next -> how often the next one is alike too: about what it is in
+# English prose and in Python, in the tokens of SmolLM2.
+ALIKE = {1: 0.15, 2: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 9: 0.8, 17: 0.9}
 
 
 class Cached(Drafter):
     """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
-    finds no slot free is not guessed for."""
+    finds no slot free is not guessed for. A subclass has
+
+        _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
+        run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
+        score(x) -> logits (R, V)            of the target's vocabulary, -inf where it has no id
+    """
 
     CHUNK = 512  # rows of a request that wait before they are computed without being asked for
 
@@ -350,6 +365,44 @@ class Cached(Drafter):
         tensors = [torch.tensor(x, device=self.device) for x in (tokens, positions, last)]
         return Step(self.cache, *tensors, segments)
 
+    def propose(self, requests, counts, rows):
+        """One pass for each guess, over those that want another. What guesses leave in the cache
+        lies beyond `computed`; linear layers are given their states back."""
+        state, x = self._catch_up(requests)
+        held = [self.held[request] for request in requests]
+        true, states = [one.computed for one in held], self._states(held)
+        drafts = [Draft() for _ in requests]
+        beliefs: list[list] = [[] for _ in requests]
+        going = list(range(len(requests)))  # those that want more
+        while going:
+            these = [rows(requests[i], drafts[i].ids) for i in going]
+            more = []
+            for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
+                if id is None:  # logits that are not finite
+                    continue
+                drafts[i].ids.append(id)
+                beliefs[i].append(law)
+                if len(drafts[i].ids) < counts[i]:
+                    more.append(at)
+            going = [going[at] for at in more]
+            if going:
+                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
+                state, x = self.run(state[more], step.tokens, step)
+                self.cache.commit(step, None)
+        for one, computed in zip(held, true):
+            one.computed = computed
+        for buffer, slots, old in states:
+            buffer[slots] = old
+        for draft, laws in zip(drafts, beliefs):
+            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
+        return drafts
+
+    def _states(self, held: list["Held"]) -> list[tuple]:
+        """Copies of what linear layers have of some requests: (buffer, slots, content)."""
+        slots, layers = [one.slot for one in held], zip(self.specs, self.cache.buffers)
+        linear = [buffer for spec, own in layers if spec.kind == "linear" for buffer in own]
+        return [(buffer, slots, buffer[slots]) for buffer in linear]  # by a list: copies
+
     def guess(self, logits: Tensor, rows: list[Row]) -> tuple[list, list]:
         """An id by each row of logits (R, V), and what it was drawn from: None, if certain."""
         if rows[0].domain != DRAFT:
@@ -382,6 +435,7 @@ class Held:
     slot: int | None = None
     features: list[list[Tensor]] = field(default_factory=list)  # learnt, not yet in the cache
     pending: int = 0  # positions in them
+    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`
 
     @property
     def seen(self) -> int:
@@ -438,31 +492,85 @@ class Chained(Cached):
         self.cache.commit(step, None)
         return state[step.sample_rows], x[step.sample_rows]
 
+
+class DraftModel(Cached):
+    """A smaller model of the same vocabulary goes ahead (Leviathan et al. 2211.17192, Chen et al.
+    2302.01318). It needs nothing of the target: it reads the tokens, a prompt in parts of `CHUNK`
+    while the target computes its own.
+
+        row          x_s - 1   x_s       guess 1   guess 2      tokens up to x_s are known
+        tells of     (x_s)     guess 1   guess 2   guess 3
+        passes       unread tokens: one  one       one
+
+    What it has computed of a guess that came true stays; linear layers, whose states are put
+    back, read it again.
+    """
+
+    name = "draft"
+    CHUNK = 512  # rows a round, of all requests together, that it reads without being asked
+    NEAR = 16  # tokens behind with which it is asked: they take about as long as one
+
+    def __init__(self, target: Model, model: Model):
+        super().__init__(target, model.config.specs)
+        self.model = model
+
+    def slot_bytes(self, max_len):
+        return super().slot_bytes(min(max_len, self.model.config.positions))
+
+    def open(self, slots, max_len):
+        self.longest = min(max_len, self.model.config.positions)  # tokens that it can read
+        super().open(slots, self.longest)
+
+    def keep(self, requests):
+        super().keep([r for r in requests if len(r.tokens) <= self.longest])
+        work, room = [], self.CHUNK
+        for request in requests:
+            if len(request.tokens) > self.longest or (held := self.hold(request)) is None:
+                continue
+            ids = self._unread(request)[:-1]  # the last one is what it guesses from
+            if len(ids) >= self.NEAR and room:
+                work.append((held, ids[:room]))
+                room -= len(work[-1][1])
+        if work:
+            self._read(work)
+
+    def most_for(self, request):
+        unread = len(self._unread(request)) if request in self.held else 0
+        return self.most if 0 < unread <= self.NEAR else 0  # 0: it waited since it was guessed for
+
+    def _unread(self, request) -> list[int]:
+        """Tokens that are not in the cache: guesses that came true are. The last never counts."""
+        held = self.held[request]
+        held.computed += agreed(held.guesses, request.tokens[held.computed : -1])
+        held.guesses = []
+        return request.tokens[held.computed :]
+
+    def _catch_up(self, requests):
+        return self._read([(self.held[request], self._unread(request)) for request in requests])
+
+    @torch.inference_mode()  # `keep` may come between two steps
+    def _read(self, work):
+        step = self.prepare(work)
+        hidden, _ = self.run(None, step.tokens, step)
+        self.cache.commit(step, None)
+        return hidden[step.sample_rows], hidden[step.sample_rows]
+
+    def run(self, state, tokens, step):
+        tokens = tokens.clamp(max=self.model.config.vocab - 1)  # it may have fewer ids
+        x, _ = self.model(tokens, step.positions, step)
+        return x, x
+
+    def score(self, x):
+        """Ids that only one of the two has are never guessed."""
+        logits, vocab = self.model.logits(x), self.target.config.vocab
+        missing = max(vocab - logits.shape[1], 0)
+        return F.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
+
     def propose(self, requests, counts, rows):
-        state, x = self._catch_up(requests)
-        held = [self.held[request] for request in requests]
-        true = [one.computed for one in held]
-        drafts = [Draft() for _ in requests]
-        beliefs: list[list] = [[] for _ in requests]
-        going = list(range(len(requests)))  # those that want more
-        while going:
-            ids, laws = self.guess(self.score(x), [rows(requests[i], drafts[i].ids) for i in going])
-            more = []
-            for at, (i, id, law) in enumerate(zip(going, ids, laws)):
-                if id is None:  # logits that are not finite
-                    continue
-                drafts[i].ids.append(id)
-                beliefs[i].append(law)
-                if len(drafts[i].ids) < counts[i]:
-                    more.append(at)
-            going = [going[at] for at in more]
-            if going:
-                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
-                state, x = self.run(state[more], step.tokens, step)
-        for one, computed in zip(held, true):
-            one.computed = computed
-        for draft, laws in zip(drafts, beliefs):
-            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
+        drafts = super().propose(requests, counts, rows)
+        if all(spec.kind != "linear" for spec in self.specs):
+            for request, draft in zip(requests, drafts):
+                self.held[request].guesses = draft.ids[:-1]  # of the last there is no row
         return drafts
 
 
@@ -1351,8 +1459,53 @@ MOST = 64  # guesses a round
 
 # ---------------------------------------------------------------- drafters by name
 
+
+def _draft_model(name: str, target: Model, checkpoint: Checkpoint) -> DraftModel:
+    """Any model that `model.find` finds, in the target's type. In the 4 bits of its file, if the
+    target has low-bit weights too."""
+    try:
+        own = models.load(models.find(name)[0])
+        _same_vocabulary(checkpoint, own)
+        device, dtype = target.embedding.device, target.embedding.dtype
+        stored = target.low and models.stores_four_bits(own, device, dtype)
+        how = "stored" if stored else None
+        return DraftModel(target, Model(own.config, own.tensors, device, dtype, quantize=how))
+    except ValueError as error:
+        raise ValueError(f"speculative draft:{name}: {error}") from None
+
+
+def _same_vocabulary(target: Checkpoint, own: Checkpoint):
+    """ValueError: an id is one text here and another there; or, where that is not known, one has
+    more ids. Models of a family pad one vocabulary to different sizes."""
+    ours, theirs = vocabulary(own), vocabulary(target)
+    if not ours or not theirs:
+        if own.config.vocab != target.config.vocab:
+            raise ValueError(
+                f"its vocabulary has {own.config.vocab:,} ids, that of {target.name or 'the model'}"
+                f" {target.config.vocab:,}"
+            )
+        return
+    differ = sorted(id for id in ours.keys() & theirs.keys() if ours[id] != theirs[id])
+    if differ:
+        id = differ[0]
+        raise ValueError(
+            f"it is of another vocabulary: id {id} is {ours[id]!r}, and {theirs[id]!r} in"
+            f" {target.name or 'the model'}; {len(differ):,} of {len(theirs):,} differ"
+        )
+
+
+def vocabulary(checkpoint: Checkpoint) -> dict[int, str]:
+    """The texts of a tokenizer's ids; {}: there is none."""
+    given = checkpoint.tokenizer or {}
+    ids = dict((given.get("model") or {}).get("vocab") or {})
+    for token in given.get("added_tokens") or ():
+        ids.setdefault(token["content"], token["id"])
+    return {id: text for text, id in ids.items()}
+
+
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "draft": _draft_model,
     "eagle": lambda path, target, checkpoint: Eagle(path, target),
     "mtp": lambda path, target, checkpoint: MTP(target, checkpoint),
     "dflash": lambda path, target, checkpoint: DFlash(path, target),

@@ -3,12 +3,17 @@
 After a change that is meant: python tests/test_pictures.py writes the copies anew.
 """
 
-import subprocess
+import multiprocessing
+import os
+import runpy
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 EXPECTED = Path(__file__).parent / "expected"
@@ -54,10 +59,28 @@ REFUSED = {  # command line -> words of the refusal
 }
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+SERVER = multiprocessing.get_context("forkserver")  # has torch loaded; each file runs in a fork
+
+
+def run(arguments: list[str]) -> CompletedProcess:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("out", "err")]
+        process = SERVER.Process(target=play, args=(arguments, paths))
+        process.start()
+        process.join(120)
+        process.kill()
+        process.join()
+        return CompletedProcess(arguments, process.exitcode, *(p.read_text() for p in paths))
+
+
+def play(arguments: list[str], paths: list[Path]):
+    """`python FILE.py ...` in a process of its own, whose output goes to files."""
+    os.chdir(ROOT)
+    for stream, path in zip((1, 2), paths):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv, sys.path[:0] = arguments, [str(ROOT)]
+    torch.set_num_threads(1)  # two run at a time
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +88,7 @@ def ran(request):
     """What every chosen command line gave: two run at a time."""
     chosen = [item for item in request.session.items if item.path == request.path]
     values = [next(iter(item.callspec.params.values())) for item in chosen]
+    SERVER.set_forkserver_preload(["torch", "numpy"])
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(values, pool.map(lambda x: run([*RUNS.get(x, x)]), values)))
 

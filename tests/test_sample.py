@@ -667,7 +667,7 @@ def test_bfloat16_logits_draw_as_their_float32_copy():
     assert sample(logits, rows)[0] == sample(logits.float(), rows)[0]
 
 
-def test_a_masked_id_is_never_drawn_in_a_million_draws():
+def test_a_masked_id_is_never_drawn_in_300_000_draws():
     """The masked ids have by far the largest logits, the allowed ones are rare and equal."""
     allowed = words([1, 4, 33], 40)
     logits = torch.full((40,), 50.0)
@@ -676,7 +676,7 @@ def test_a_masked_id_is_never_drawn_in_a_million_draws():
     scores = logits.masked_fill(~(allowed[:, None] >> bits & 1).bool().flatten()[:40], -torch.inf)
     p = params(temperature=5.0)
     seen = set()
-    for start in range(0, 1_000_000, 50_000):
+    for start in range(0, 300_000, 50_000):
         rows = [Row(p, start + i, 0) for i in range(50_000)]
         seen |= set(_draw(scores.expand(50_000, -1), rows).tolist())
     assert seen == {1, 4, 33}

@@ -33,9 +33,11 @@ Try           python speculative.py                 rounds, acceptance, what it 
 Imports       kernels, kv_cache, model, sample.
 """
 
+import math
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -44,7 +46,8 @@ import kv_cache
 from kv_cache import LayerSpec, Segment, Step
 from model import Checkpoint, Model
 from sample import (
-    ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
+    ACCEPT, DRAFT, RESIDUAL, TARGET, Row, SamplingParams, distribution, draw, logprobs, noise_key,
+    sample, uniform,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- verification
@@ -722,3 +725,177 @@ def drafter(name: str, target: Model, checkpoint: Checkpoint) -> Drafter:
         known = [f"{x}:{PATHS[x]}" if x in PATHS else x for x in DRAFTERS]
         raise ValueError(f"speculative {name!r} is not {' or '.join(known)}")
     return DRAFTERS[kind](path, target, checkpoint)
+
+
+# ---------------------------------------------------------------- the experiment
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "and"]
+NEXT = {  # word -> what may come after it, in hundredths
+    "the": {"cat": 40, "dog": 35, "mat": 25}, "cat": {"sat": 50, "ran": 30, "and": 20},
+    "dog": {"ran": 50, "sat": 30, "and": 20}, "sat": {"on": 70, "and": 30},
+    "ran": {"and": 60, "on": 40}, "on": {"the": 100}, "mat": {"and": 80, "the": 20},
+    "and": {"the": 70, "ran": 15, "sat": 15},
+}  # fmt: skip
+CURVES = {  # rows of a step -> how long it takes, a step of one row being 1
+    "cpu": {1: 1.0, 4: 1.3, 8: 1.85, 16: 2.6, 32: 4.8},  # soon it is arithmetic that takes time
+    "gpu": {1: 1.0, 64: 1.05, 256: 1.2, 1024: 4.2},  # for long it is reading the weights
+}
+GUESS_S, K = 0.05, 8  # what a guess takes, and how many a round has
+
+
+class Toy(Cached):
+    """Knows the target's law, but not all of it, and less with each guess that it builds on."""
+
+    def __init__(self, law: Tensor, agreement: float):
+        self.law, self.agreement = law, agreement
+
+    def propose(self, requests, counts, rows):
+        drafts = [Draft() for _ in requests]
+        beliefs = []
+        for j in range(K):
+            asked = [rows(r, draft.ids) for r, draft in zip(requests, drafts)]
+            known = self.agreement * 0.95**j
+            law = known * self.law[[row.history[-1] for row in asked]] + (1 - known) / len(WORDS)
+            ids, own = self.guess(law.log(), asked)
+            beliefs.append(own)
+            for draft, id in zip(drafts, ids):
+                draft.ids.append(id)
+        for draft, own in zip(drafts, zip(*beliefs)):
+            draft.beliefs = None if own[0] is None else torch.stack(own)
+        return drafts
+
+
+class Toys:
+    """Texts of a toy target, which the toy drafter guesses for by one rule."""
+
+    def __init__(self, rule: str, agreement: float, texts: int = 200):
+        self.law = torch.zeros(len(WORDS), len(WORDS), dtype=torch.float64)
+        for i, word in enumerate(WORDS):
+            for other, share in NEXT[word].items():
+                self.law[i, WORDS.index(other)] = share / 100
+        self.rule, self.toy = rule, Toy(self.law, agreement)
+        self.params = SamplingParams(temperature=1.0).with_defaults({})
+        self.texts = [SimpleNamespace(tokens=[0], seed=seed) for seed in range(texts)]
+
+    def row(self, text, guesses: list[int], domain: int) -> Row:
+        history = text.tokens + guesses
+        return Row(self.params, text.seed, len(history), history, None, 1, domain)
+
+    def round(self) -> list[tuple[list[int], list[int]]]:
+        """Of each text the guesses, and what comes out."""
+        domain = TARGET if self.rule == "sample" else DRAFT
+        counts = [K] * len(self.texts)
+        drafts = self.toy.propose(self.texts, counts, lambda *own: self.row(*own, domain))
+        rows = [
+            self.row(text, draft.ids[:j], TARGET)
+            for text, draft in zip(self.texts, drafts)
+            for j in range(K + 1)
+        ]
+        logits = self.law[[row.history[-1] for row in rows]].log()
+        came = [[id for id, *_ in own] for own in verify(logits, rows, drafts, self.rule)]
+        for text, ids in zip(self.texts, came):
+            text.tokens = text.tokens + ids
+        return [(draft.ids, ids) for draft, ids in zip(drafts, came)]
+
+
+def picture(rule: str, agreement: float, curve: str, requests: int) -> str:
+    lines = [
+        f"A toy target of {len(WORDS)} words; a drafter that knows {agreement:.0%} of its law, and a"
+        f' guess later 95% of that; rule "{rule}"',
+        "",
+    ]
+    chances, tokens = {}, {}
+    for each in RULES:
+        toys, acceptance = Toys(each, agreement), Acceptance()
+        acceptance.MEMORY = math.inf
+        for n in range(4):
+            for i, (guesses, ids) in enumerate(toys.round()):
+                acceptance.count(0, len(ids) - 1, len(ids) <= K)
+                if i == 0 and each == rule:
+                    lines += shown(n + 1, guesses, ids)
+        chances[each] = acceptance.survival(0, K)
+        later = [len(ids) for _ in range(4) for _, ids in toys.round()]
+        tokens[each] = [sum(min(n, 1 + k) for n in later) / len(later) for k in range(K + 1)]
+    return "\n".join(lines + worth(chances, tokens, curve, requests))
+
+
+def shown(n: int, guesses: list[int], ids: list[int]) -> list[str]:
+    """A round: the guesses, and below them what comes out."""
+
+    def words(ids: list[int]) -> str:
+        return "".join(f"{WORDS[id]:<5}" for id in ids)
+
+    right = len(ids) - 1
+    last = "corrected" if right < K else "bonus"
+    return [
+        f"round {n}  guesses   {words(guesses)}".rstrip(),
+        f"         come out  {words(ids):<{5 * (K + 1)}} {right} accepted, 1 {last}",
+    ]
+
+
+def expected(costs: Costs, chances: list[float], k: int, requests: int) -> tuple[float, float]:
+    """With k guesses for each request: tokens a round of one, and how many times plain decoding."""
+    tokens = 1 + sum(chances[:k])
+    seconds = costs.step_s(requests * (1 + k)) + k * GUESS_S
+    return tokens, tokens * costs.step_s(requests) / seconds
+
+
+def chosen(costs: Costs, chances: list[float], requests: int) -> tuple[int, float]:
+    """How many guesses `choose` takes at most, and how many times plain decoding that is."""
+    counts, (tokens, seconds) = choose(
+        costs, [chances] * requests, requests, requests, lambda n: n * GUESS_S
+    )
+    return max(counts), tokens / seconds / (requests / costs.step_s(requests))
+
+
+def worth(chances: dict, counted: dict, curve: str, requests: int) -> list[str]:
+    """What each number of guesses leads to by both rules, and what is chosen here and elsewhere.
+
+    chances: rule -> as from `survival`; counted: rule -> tokens a round, for each k
+    """
+    costs = {name: Costs(points) for name, points in CURVES.items()}
+    here = f"on a {curve}, {requests} request{'s' * (requests > 1)}"
+    titles = "".join(f'rule "{rule}", {here}'.ljust(53) for rule in RULES)
+    columns = f"{'guess k right':<18}{'tokens: E, counted':<20}{'times plain':<15}"
+    lines = ["", f"   {titles.rstrip()}", f"k  {(columns * 2).rstrip()}"]
+    best = {rule: chosen(costs[curve], chances[rule], requests)[0] for rule in RULES}
+    for k in range(K + 1):
+        line = f"{k:<3}"
+        for rule in RULES:
+            rate = (chances[rule][k - 1] / (chances[rule][k - 2] if k > 1 else 1)) if k else 1
+            bar = f"{rate:.2f} {'#' * round(12 * rate)}" if k else ""
+            tokens, times = expected(costs[curve], chances[rule], k, requests)
+            mark = " <" if k == best[rule] else ""
+            line += f"{bar:<18}{tokens:>7.2f}{counted[rule][k]:>8.2f}{'':<5}"
+            line += f"{times:.2f} {'#' * round(2 * times)}{mark}".ljust(15)
+        lines.append(line.rstrip())
+    sizes = (1, 2, 4, 8, 16, 64, 256)
+    title = 'rule "sample", requests a step'
+    lines += ["", title + "".join(f"{n:>10}" for n in sizes)]
+    for name in CURVES:
+        line = f"  on a {name}: guesses, times".ljust(len(title))
+        for n in sizes:
+            k, times = chosen(costs[name], chances["sample"], n)
+            line += (f"{k}: {times:.2f}" if k else "none").rjust(10)
+        lines.append(line)
+    return lines + [
+        "",
+        "E = 1 + r1 + r1 r2 + ...: of 4 rounds of 200 texts, counted in 4 others. A step's rows cost",
+        "nothing while it waits for the weights; once they do, and requests share a step, k = 0 is right.",
+    ]
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Guess, verify, and see what it is worth.")
+    parser.add_argument("--rule", choices=RULES, default="sample", help="of the rounds shown")
+    parser.add_argument("--agreement", type=float, default=0.8, help="from 0 to 1 (default 0.8)")
+    parser.add_argument("--costs", choices=CURVES, default="cpu", help="how a step's time grows")
+    parser.add_argument("--requests", type=int, default=1, help="in a step, 1 to 256 (default 1)")
+    args = parser.parse_args()
+    if not 0 <= args.agreement <= 1:
+        parser.error(f"--agreement {args.agreement} is not from 0 to 1")
+    if not 1 <= args.requests <= 256:
+        parser.error(f"--requests {args.requests} is not from 1 to 256")
+    print(picture(args.rule, args.agreement, args.costs, args.requests))

@@ -37,11 +37,15 @@ import math
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
+import kernels
 import kv_cache
 from kv_cache import LayerSpec, Segment, Step
 from model import Checkpoint, Model
@@ -431,6 +435,183 @@ class Chained(Cached):
         return drafts
 
 
+class Linear(Chained):
+    """A head that was solved for, not trained (ridge regression, Hoerl & Kennard 1970): a matrix
+    that leads from the target's hidden state to its next one, and the target's own head says which
+    token that means.
+
+        hidden state (E,) at position i   |
+                                          | features (F,) -> matrix -> hidden state at i + 1,
+        embedding (E,) of token i + 1     |                            which tells of token i + 2
+
+    The features are both, normed, a 1, and random sums of them behind a ReLU: what is solved for
+    stays linear in them. An entry is made of nothing but its own position, so the cache is empty.
+    Of the vocabulary it knows the ids of the texts that it was fitted on.
+
+    parts  random (U, 2E + 1), matrix (E, F), ids (N,), rising: what `fit` makes and a file has
+    """
+
+    name, hidden = "linear", True
+
+    def __init__(self, target: Model, parts: dict[str, Tensor], rows: Tensor | None = None):
+        """rows (N, E): those of the target's head for the ids, where its embedding has them not."""
+        super().__init__(target, ())
+        self.parts = parts
+        self.ids = parts["ids"].to(self.device)
+        self.random = parts["random"].to(self.device)
+        self.matrix = kernels.pack(parts["matrix"].to(self.device, self.dtype))
+        if target.config.tied:
+            rows = target.embedding[self.ids]
+        self.head = None if rows is None else kernels.pack(rows.to(self.device, self.dtype))
+
+    def fuse(self, features):
+        return features[-1]
+
+    def run(self, features, tokens, step):
+        seen = mixed(features, self.target.embedding[tokens], self.random)
+        x = kernels.linear(seen.to(self.dtype), self.matrix)
+        return x, x
+
+    def score(self, x):
+        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
+        whole = self.head is None  # then the target's head says more than is asked
+        known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
+        logits[:, self.ids] = known
+        return logits
+
+    def save(self, path: str, **said: str):
+        """Write a file of it, and what is said of it. OSError: that cannot be."""
+        about = {"width": self.target.config.width, "vocab": self.target.config.vocab, **said}
+        data = safetensors.torch.save(self.parts, {k: str(v) for k, v in about.items()})
+        Path(path).write_bytes(data)
+
+    @classmethod
+    def load(cls, path: str, target: Model, checkpoint: Checkpoint) -> "Linear":
+        """One that was saved. ValueError, one sentence, if it is none or for another target."""
+        refusal = f"speculative linear:{path}"
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                parts = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{refusal}: no safetensors file that can be read ({error})") from None
+        E, V = target.config.width, target.config.vocab
+        for what, ours in (("width", E), ("vocab", V), ("model", checkpoint.name)):
+            if about.get(what) != str(ours):
+                its = about.get(what, "none")
+                raise ValueError(f"{refusal}: it was fitted for {what} {its}, the model has {ours}")
+        if missing := {"random", "matrix", "ids"} - set(parts):
+            raise ValueError(f"{refusal}: it has no tensor {min(missing)!r}")
+        U, N = len(parts["random"]), len(parts["ids"])
+        wanted = {"random": (U, 2 * E + 1), "matrix": (E, 2 * E + 1 + U), "ids": (N,)}
+        for name, shape in wanted.items():
+            if tuple(parts[name].shape) != shape:
+                raise ValueError(f"{refusal}: {name} is {tuple(parts[name].shape)}, not {shape}")
+        ids = parts["ids"]
+        if ids.dtype != torch.int64 or not N or ids.min() < 0 or ids.max() >= V:
+            raise ValueError(f"{refusal}: its ids are not integers from 0 to {V - 1}")
+        tied = target.config.tied
+        return cls(target, parts, None if tied else checkpoint.tensors["lm_head.weight"][ids])
+
+
+def mixed(hidden: Tensor, embedded: Tensor, random: Tensor) -> Tensor:
+    """The features (T, F) of hidden states and embeddings (T, E), in float32."""
+    parts = [
+        x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        for x in (hidden, embedded)
+    ]
+    both = torch.cat([*parts, torch.ones_like(parts[0][:, :1])], -1)  # (T, 2E + 1)
+    return torch.cat([both, (both @ random.T).relu()], -1)
+
+
+@dataclass
+class Text:
+    """What a target computed over a text: tokens n + 1, hidden (n, E) of all but the last. From
+    `first` on a token is the target's own."""
+
+    tokens: list[int]
+    hidden: Tensor
+    first: int
+
+
+class Recorder(Drafter):
+    """Guesses nothing, and keeps what the target computes: texts to fit a head on."""
+
+    name, most, hidden = "recorder", 0, True
+
+    def __init__(self):
+        self.seen: dict = {}  # request -> (its first position that is known, hidden states)
+
+    def learn(self, request, start, features):
+        first, hidden = self.seen.get(request, (start, []))
+        if start != first + sum(map(len, hidden)):  # it began again
+            first, hidden = start, []
+        self.seen[request] = first, [*hidden, features[-1]]
+
+    def text(self, request) -> Text:
+        first, hidden = self.seen[request]
+        hidden = torch.cat(hidden)
+        tokens = request.tokens[first : first + len(hidden) + 1]
+        return Text(tokens, hidden, request.prompt_tokens - first)
+
+
+UNITS = 2048  # random features
+PENALTIES = (1e-6, 1e-4, 1e-3, 1e-2)  # times the mean square of a feature
+
+
+def fit(target: Model, texts: list[Text], held: list[Text], units: int = UNITS):
+    """The Linear whose matrix gives the least squares over texts, in float64, with the penalty
+    that is best on other texts, `held`: it, and how often its first and second guess is what these
+    go on with (the second where the first is).
+
+    Example: hidden states that each are twice the one before, in one direction: so is the matrix.
+    """
+    E, device = target.config.width, target.embedding.device
+    noise = torch.Generator().manual_seed(0)
+    random = torch.randn(units, 2 * E + 1, generator=noise) / (2 * E) ** 0.5
+    random = random.to(device)
+    width = 2 * E + 1 + units
+    inner = torch.zeros(width, width, dtype=torch.float64, device=device)
+    outer = torch.zeros(width, E, dtype=torch.float64, device=device)
+    for text in texts:
+        embedded = target.embedding[torch.tensor(text.tokens[1:-1], device=device)]
+        seen = mixed(text.hidden[:-1], embedded, random).double()
+        inner += seen.T @ seen
+        outer += seen.T @ text.hidden[1:].double()
+    ids = torch.tensor(sorted({id for text in texts for id in text.tokens}))
+    best = None
+    for penalty in PENALTIES:
+        loaded = inner + penalty * inner.diagonal().mean() * torch.eye(width).to(inner)
+        matrix = torch.cholesky_solve(outer, torch.linalg.cholesky(loaded)).T.float().contiguous()
+        made = Linear(target, {"random": random.cpu(), "matrix": matrix.cpu(), "ids": ids})
+        rates = agreement(made, held)
+        if best is None or rates > best[1]:
+            best = made, rates
+    return best
+
+
+def agreement(head: Linear, texts: list[Text], most: int = 2) -> list[float]:
+    """How often guess 1, .. `most` is what a text goes on with, where the guesses before it are:
+    in the part that is the target's own. The likeliest token is guessed."""
+    tried, right = [0] * most, [0] * most
+    for text in texts:
+        ids = torch.tensor(text.tokens, device=head.device)
+        at = torch.arange(max(text.first - 1, 0), len(ids) - 2, device=head.device)
+        state, tokens = text.hidden[at].to(head.dtype), ids[at + 1]
+        for j in range(most):
+            going = at + 2 + j < len(ids)
+            at, state, tokens = at[going], state[going], tokens[going]
+            if not len(at):
+                break
+            state, x = head.run(state, tokens, None)
+            tokens = head.score(x).argmax(-1)
+            stays = tokens == ids[at + 2 + j]
+            tried[j] += len(at)
+            right[j] += int(stays.sum())
+            at, state, tokens = at[stays], state[stays], tokens[stays]
+    return [r / max(t, 1) for r, t in zip(right, tried)]
+
+
 # ---------------------------------------------------------------- when it pays
 
 
@@ -713,6 +894,7 @@ MOST = 64  # guesses a round
 
 DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafter
     "ngram": lambda path, target, checkpoint: NGram(),
+    "linear": Linear.load,
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 

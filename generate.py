@@ -3172,15 +3172,12 @@ def main(argv: list[str] | None = None) -> int:
     chat = args.prompt is None and not many and args.fit is None
     if many and (args.prompt is not None or args.trace or args.json or args.demo):
         p.error("--prompts goes without --prompt, --trace, --json and --demo")
+    alone = (args.prompt, args.prompts, args.speculative, args.system)
     if args.fit is not None and (
-        many
-        or args.prompt is not None
-        or args.speculative is not None
-        or args.demo
-        or args.trace
-        or args.json
+        any(x is not None for x in alone)
+        or (args.demo or args.trace or args.json or args.raw or args.template)
     ):
-        p.error("--fit goes without --prompt, --prompts, --speculative, --demo, --trace and --json")
+        p.error("--fit goes with flags of the model and of the engine only")
     if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
     if args.profile is not None and (
@@ -3206,6 +3203,8 @@ def main(argv: list[str] | None = None) -> int:
         params = SamplingParams(**with_flags(fields, {}))
         if params.constraint:
             Grammars([bytes([i]) for i in range(256)], 256).compiled(params, ())
+        if args.fit is not None and fields != _fields(p.parse_args([])):
+            raise ValueError("--fit takes no flags of sampling and none of a grammar")
     except ValueError as error:
         p.error(str(error))
     say = Say(args.quiet)

@@ -33,6 +33,7 @@ Try           python speculative.py                 rounds, acceptance, what it 
 Imports       kernels, kv_cache, model, sample.
 """
 
+import json
 import math
 import time
 from bisect import bisect_left
@@ -482,7 +483,7 @@ class Linear(Chained):
     def save(self, path: str, **said: str):
         """Write a file of it, and what is said of it. OSError: that cannot be."""
         about = {"width": self.target.config.width, "vocab": self.target.config.vocab, **said}
-        data = safetensors.torch.save(self.parts, {k: str(v) for k, v in about.items()})
+        data = safetensors.torch.save(self.parts, {"octavo": json.dumps(about)})
         Path(path).write_bytes(data)
 
     @classmethod
@@ -491,13 +492,13 @@ class Linear(Chained):
         refusal = f"speculative linear:{path}"
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
+                about = json.loads((file.metadata() or {}).get("octavo", "{}"))
                 parts = {name: file.get_tensor(name) for name in file.keys()}
-        except (OSError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"{refusal}: no safetensors file that can be read ({error})") from None
         E, V = target.config.width, target.config.vocab
         for what, ours in (("width", E), ("vocab", V), ("model", checkpoint.name)):
-            if about.get(what) != str(ours):
+            if about.get(what) != ours:
                 its = about.get(what, "none")
                 raise ValueError(f"{refusal}: it was fitted for {what} {its}, the model has {ours}")
         if missing := {"random", "matrix", "ids"} - set(parts):
@@ -559,7 +560,7 @@ UNITS = 2048  # random features
 PENALTIES = (1e-6, 1e-4, 1e-3, 1e-2)  # times the mean square of a feature
 
 
-def fit(target: Model, texts: list[Text], held: list[Text], units: int = UNITS):
+def fit(target: Model, texts: list[Text], held: list[Text], units: int | None = None):
     """The Linear whose matrix gives the least squares over texts, in float64, with the penalty
     that is best on other texts, `held`: it, and how often its first and second guess is what these
     go on with (the second where the first is).
@@ -567,6 +568,7 @@ def fit(target: Model, texts: list[Text], held: list[Text], units: int = UNITS):
     Example: hidden states that each are twice the one before, in one direction: so is the matrix.
     """
     E, device = target.config.width, target.embedding.device
+    units = UNITS if units is None else units
     noise = torch.Generator().manual_seed(0)
     random = torch.randn(units, 2 * E + 1, generator=noise) / (2 * E) ** 0.5
     random = random.to(device)

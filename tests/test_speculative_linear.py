@@ -227,7 +227,7 @@ REFUSED = {  # what is wrong with a file -> words of the refusal
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_file_that_is_none_or_another_model_s_is_refused(what, saved):
     target, name, path = Exact(), "exact", saved
-    about = {"width": "16", "vocab": "40", "model": "exact"}
+    about = {"octavo": '{"width": 16, "vocab": 40, "model": "exact"}'}
     parts = load_file(saved)
     if what == "missing":
         path = saved.parent / "nothing"

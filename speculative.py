@@ -557,7 +557,7 @@ class Recorder(Drafter):
 
 
 UNITS = 2048  # random features
-PENALTIES = (1e-6, 1e-4, 1e-3, 1e-2)  # times the mean square of a feature
+PENALTIES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # times the mean square of a feature
 
 
 def fit(target: Model, texts: list[Text], held: list[Text], units: int | None = None):

@@ -163,6 +163,36 @@ def test_fit_writes_the_same_file_again_and_the_engine_takes_it(tmp_path, monkey
     assert engine.speculation.tally.guesses > 0
 
 
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_head_for_the_real_model_and_an_off_by_one(tmp_path, monkeypatch):
+    """On 25 answers: 0.24 of first guesses on others are right; by a state that is one late 0.15, by
+    a token that is one off 0.05. (A state that is one early tells as much, if there were one.)"""
+    monkeypatch.setattr(generate, "SUBJECTS", generate.SUBJECTS[:5])
+    engine = Engine(device="cpu", max_len=512, prefix_cache=False, speculative=Recorder())
+    fits, known = [], speculative.fit
+    monkeypatch.setattr(
+        speculative, "fit", lambda *data: fits.append((data, known(*data))) or fits[0][1]
+    )
+    generate.fit(engine, str(tmp_path / "head"), generate.Say(True))
+    (_, _, held), (head, rates) = fits[0]
+    with torch.inference_mode():
+        good = right(head, held)
+        late = right(head, held, feature=-1)
+        tokens = [right(head, held, token=shift) for shift in (-1, 1)]
+    assert rates[0] > 0.15 and abs(good - rates[0]) < 0.02
+    assert late < 0.8 * good and max(tokens) < 0.4 * good
+    engine = Engine(
+        device="cpu", dtype="float32", max_len=512, speculative=f"linear:{tmp_path / 'head'}",
+        spec_tokens=2,
+    )  # fmt: skip
+    plain = Engine(device="cpu", dtype="float32", max_len=512)
+    question = [{"role": "user", "content": "How do birds find their way?"}]
+    params = SamplingParams(max_tokens=100, temperature=0)
+    assert engine.generate(question, params)[0].text == plain.generate(question, params)[0].text
+    assert engine.speculation.tally.stayed[0] / engine.speculation.tally.reached[0] > 0.1
+
+
 @pytest.mark.parametrize(
     "more", [["--prompt", "x"], ["--json"], ["--temperature", "0"], ["--speculative", "ngram"]]
 )

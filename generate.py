@@ -429,8 +429,8 @@ class Engine:
         """What came of the last step's guesses, and guesses for the next step."""
         running, speculation = self.scheduler.running, self.speculation
         if record.prompt_rows == 0:
-            spent = record.ended - record.began + speculation.draft_s
-            speculation.account(spent, len(record.parts), record.sampled)
+            took = record.ended - record.began
+            speculation.account(took, record.guesses)
         speculation.keep(running)
         asked, room = [], []
         for request in running:
@@ -491,7 +491,8 @@ class Engine:
         with _fitting(self.device):
             drafter.open(slots, self.max_len)
         if each:
-            size = f"{slots * each / 2**20:,.3g} MiB"
+            size = slots * each
+            size = f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
             self.say(f"cache: {slots} requests of {drafter.name}'s own, {size}")
         return slots * each
 
@@ -506,34 +507,36 @@ class Engine:
         made = [Request(-1 - i, [0] * (prompt + 1), params) for i in range(count)]
 
         def seconds(requests: list[Request], rows: int) -> float:
-            """The least of a few times; endless, if the cache has no room."""
+            """Endless, if the cache has no room."""
             for own in requests:
                 own.draft = [0] * (rows - 1)
                 self.speculation.drafts[own] = speculative.Draft(own.draft)
                 if not self.manager.grow(own, rows):
                     return math.inf
-            times = []
-            for _ in range(3):
-                began = time.perf_counter()
-                self._compute([(own, rows) for own in requests])
-                times.append(time.perf_counter() - began)
-            return min(times)
+            began = time.perf_counter()
+            self._compute([(own, rows) for own in requests])
+            return time.perf_counter() - began
 
         try:
             with self.on_device:
+                self.manager.grow(made[0], prompt + 1)  # first: the others may fill a small cache
                 for own in made:
                     if self.manager.grow(own, prompt):
                         self._compute([(own, prompt)])
                     own.computed = prompt
-                sizes = [n for n in speculative.SIZES if n <= most]
-                points = {n: seconds(made[:1], n) for n in sizes}
-                several = seconds(made, 8 // count) if 8 in sizes else 0.0
+                shapes = [(1, n) for n in speculative.SIZES if n <= most]
+                shapes += [(count, 8 // count)] * (most >= 8)
+                best = dict.fromkeys(shapes, math.inf)
+                for _ in range(4):  # in turns: whatever else goes on hits all alike
+                    for requests, rows in shapes:
+                        took = seconds(made[:requests], rows)
+                        best[requests, rows] = min(best[requests, rows], took)
         finally:
             for own in made:
                 self.manager.release(own)
-        drafted = max(several - points.get(8, 0.0), 0.0) / max(count - 1, 1)
-        points = {n: s for n, s in points.items() if s < math.inf}
-        return speculative.Costs(points, drafted if several < math.inf else 0.0)
+        drafted = max(best.get((count, 8 // count), 0.0) - best.get((1, 8), 0.0), 0.0)
+        points = {rows: s for (requests, rows), s in best.items() if requests == 1 and s < math.inf}
+        return speculative.Costs(points, drafted / max(count - 1, 1) if drafted < math.inf else 0.0)
 
     def _jump(self, request: Request):
         """Append what the grammar leaves no choice about; the next step computes all of it."""

@@ -484,15 +484,16 @@ def upload_rows(rows: list, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that one call computes: one of any number of rows, or several of one row each.
+    """Requests that one call computes: one of any number of rows, or several of as many each.
 
-    rows: which rows of q. places: where the tokens they attend to lie in the pool, request by
-    request; a shorter request is padded with the first token that it sees, which the mask hides.
+    rows: which rows of q, request by request. places: where the tokens they attend to lie in the
+    pool, in the same order; a shorter request is padded with the first token that it sees, which
+    the mask hides.
     """
 
     rows: slice | Tensor
     places: slice | Tensor
-    mask: Tensor | None = None  # (b, 1, 1, N): 0, or -inf where a request sees nothing
+    mask: Tensor | None = None  # (b, 1, n, N): 0, or -inf where row n of a request sees nothing
 
 
 @dataclass(frozen=True)
@@ -594,29 +595,29 @@ def parts_of(
     """The Parts of requests with block tables, and spans [(row, n, length)]: n rows from `row`
     on, `length` tokens once they are stored. What no row sees is left out.
 
-    Requests of one row go together, sorted by length: the longest of a part has at most half
-    as many blocks again as the shortest, and four more. A part is one copy of its keys and
-    values, and one product, whatever the number of its requests; 10 parts hold any lengths up
-    to 8,192 in blocks of 16.
+    Requests of as many rows go together, if these are few, sorted by length: the longest of a
+    part has at most half as many blocks again as the shortest, and four more. A part is one copy
+    of its keys and values, and one product, whatever the number of its requests; 10 parts hold
+    any lengths up to 8,192 in blocks of 16.
     """
-    parts, single = [], []
+    parts, alike = [], {}  # (rows, which chunk if there are many) -> requests
     for table, (row, n, length) in zip(tables, spans):
         first = first_seen(length - n, window)
         skipped = first // block_size
         table = table[skipped : -(-length // block_size)]
-        first, length = first - skipped * block_size, length - skipped * block_size
-        if n == 1:
-            single.append((length, first, row, table))
-        else:
-            places = _places(table, first, length, block_size, device)
-            parts.append(Part(slice(row, row + n), places))
-    single.sort(key=lambda entry: entry[0])
-    while single:
-        most = 1.5 * len(single[0][-1]) + 4
-        count = sum(len(table) <= most for *_, table in single)
-        parts.append(_part(single[:count], block_size, dtype, device))
-        single = single[count:]
+        entry = length - skipped * block_size, first - skipped * block_size, row, table
+        alike.setdefault((n, row if n > TOGETHER else 0), []).append(entry)
+    for (n, _), left in sorted(alike.items(), key=lambda item: item[0][0] == 1):
+        left.sort(key=lambda entry: entry[0])
+        while left:
+            most = 1.5 * len(left[0][-1]) + 4
+            count = sum(len(table) <= most for *_, table in left)
+            parts.append(_part(left[:count], n, block_size, dtype, device, window))
+            left = left[count:]
     return parts
+
+
+TOGETHER = 32  # most rows of requests that go into one product: guesses, not chunks of prompts
 
 
 def _places(table: list[int], first: int, length: int, block_size: int, device) -> slice | Tensor:
@@ -632,27 +633,43 @@ def _all_places(blocks: Tensor, block_size: int) -> Tensor:
     return (blocks[..., None] * block_size + offsets).flatten(-2)
 
 
-def _part(single: list[tuple[int, int, int, list[int]]], block_size: int, dtype, device) -> Part:
-    """One Part of requests [(length, first, row, table)] of one row each, the longest last. It
-    sees positions first..length - 1 of the blocks in its table."""
-    if len(single) == 1:
-        length, first, row, table = single[0]
-        return Part(slice(row, row + 1), _places(table, first, length, block_size, device))
-    lengths, firsts, rows = torch.tensor([entry[:3] for entry in single], device=device).T
-    blocks = len(single[-1][-1])
-    padded = [table + [0] * (blocks - len(table)) for *_, table in single]
+def _part(
+    alike: list[tuple[int, int, int, list[int]]], n: int, block_size: int, dtype, device, window=0
+) -> Part:
+    """One Part of requests [(length, first, row, table)] of n rows each, the longest last. Their
+    first rows see positions first.. of the blocks in its table, their last ones up to length - 1.
+    """
+    if len(alike) == 1:
+        length, first, row, table = alike[0]
+        return Part(slice(row, row + n), _places(table, first, length, block_size, device))
+    lengths, firsts, rows = torch.tensor([entry[:3] for entry in alike], device=device).T
+    blocks = len(alike[-1][-1])
+    padded = [table + [0] * (blocks - len(table)) for *_, table in alike]
     places = _all_places(torch.tensor(padded, device=device), block_size)  # (b, N)
     at = torch.arange(places.shape[1], device=device)
-    return _masked(rows, places, (at >= lengths[:, None]) | (at < firsts[:, None]), firsts, dtype)
+    unread = (at >= lengths[:, None]) | (at < firsts[:, None])
+    if n == 1:
+        return _masked(rows, places, unread, firsts, dtype)
+    each = torch.arange(n, device=device)
+    own = lengths[:, None] - n + each  # (b, n): each row's place
+    hidden = at > own[..., None]
+    if window:
+        hidden |= at <= own[..., None] - window
+    rows = (rows[:, None] + each).flatten()
+    return _masked(rows, places, unread, firsts, dtype, hidden)
 
 
-def _masked(rows: Tensor, places: Tensor, hidden: Tensor, firsts: Tensor, dtype) -> Part:
-    """A Part of requests of one row each, at places (b, N): what is hidden is neither seen nor
-    read. firsts: a place of each request that it sees, by its number."""
-    places = torch.where(hidden, places.gather(1, firsts[:, None]), places)
+def _masked(
+    rows: Tensor, places: Tensor, unread: Tensor, firsts: Tensor, dtype, hidden=None
+) -> Part:
+    """A Part of requests of as many rows each, at places (b, N): what is unread (b, N) is neither
+    seen nor read. hidden (b, n, N): what each row does not see, if it has several. firsts: a
+    place of each request that it sees, by its number."""
+    places = torch.where(unread, places.gather(1, firsts[:, None]), places)
+    hidden = unread[:, None] if hidden is None else hidden
     mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
     mask = mask.masked_fill_(hidden, -torch.inf)
-    return Part(rows, places.flatten(), mask[:, None, None])
+    return Part(rows, places.flatten(), mask[:, None])
 
 
 def store_kv(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor | None, view: View):
@@ -733,11 +750,18 @@ def _part_attention(
         v = _taken(values, part.places, heads_first)
     if part.mask is None:
         return _attend_tiles(q, k, v, causal, window, scale)[..., :dim]
-    count, heads, _ = q.shape
+    heads, (count, _, n, _) = q.shape[1], part.mask.shape
     k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (k, v))  # (b, G, N, D)
-    grouped = q.view(count, k.shape[1], -1, k.shape[-1])
-    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask, scale=scale)
-    return mixed.view(count, heads, -1)[..., :dim]
+    mask = part.mask if causal else part.mask[:, :, -1:]  # else all see what the last one sees
+    if n == 1:
+        grouped = q.view(count, k.shape[1], -1, k.shape[-1])
+    else:  # (b, G, H / G * n, D): heads that share keys, and their rows, in one product
+        grouped = q.view(count, n, k.shape[1], -1, k.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = mask.repeat(1, 1, grouped.shape[2] // mask.shape[2], 1)
+    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    if n > 1:
+        mixed = mixed.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(count * n, heads, -1)[..., :dim]
 
 
 def _taken(pool: Tensor, places: slice | Tensor, heads_first: bool) -> Tensor:
@@ -1032,9 +1056,9 @@ def _chosen_parts(whole: Part, q: Tensor, keys: Tensor, weights: Tensor, top: in
     places = whole.places
     if isinstance(places, slice):
         places = torch.arange(places.start, places.stop, device=q.device)
-    count = 1 if whole.mask is None else len(rows)  # requests
-    keys = keys.view(count, -1, keys.shape[-1]).expand(len(rows), -1, -1)
-    places = places.view(count, -1).expand(len(rows), -1)  # (rows, N)
+    count, n = (1, len(rows)) if whole.mask is None else (len(whole.mask), whole.mask.shape[2])
+    keys = keys.view(count, 1, -1, keys.shape[-1]).expand(-1, n, -1, -1).flatten(0, 1)
+    places = places.view(count, 1, -1).expand(-1, n, -1).flatten(0, 1)  # (rows, N)
     length = places.shape[1]
     if length <= top:
         yield whole
@@ -1047,7 +1071,7 @@ def _chosen_parts(whole: Part, q: Tensor, keys: Tensor, weights: Tensor, top: in
             later = torch.ones_like(scores, dtype=torch.bool).triu(length - len(rows) + i + 1)
             scores.masked_fill_(later, -torch.inf)
         else:
-            scores += whole.mask[i : i + CHOOSING, 0, 0]
+            scores += whole.mask.flatten(0, 2)[i : i + CHOOSING]
         best = best_of(scores, top)
         hidden = scores.gather(1, best) == -torch.inf
         yield _masked(

@@ -497,7 +497,8 @@ def _yarn_attention(rope: dict, factor: float) -> float:
 class Attention:
     """Self-attention of one layer: its rows write keys and values, then read the cache."""
 
-    def __init__(self, take: "Take", layer: int, config: Config):
+    def __init__(self, take: "Take", layer: int, config: Config, width: int = 0):
+        """width: of what it reads, if that is not the width of what it gives."""
         self.layer, self.config = layer, config
         self.rope = config.rope_of[layer]
         prefix = f"model.layers.{layer}.self_attn."
@@ -509,7 +510,7 @@ class Attention:
             order = apart(config.heads, (spec.dim, spec.dim)).view(2, -1).flip(0).flatten()
             take.order |= {f"{prefix}q_proj.{kind}": order for kind in ("weight", "bias")}
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv, self.qkv_bias = take.linear(names, sizes, E, config.qkv_bias)
+        self.qkv, self.qkv_bias = take.linear(names, sizes, width or E, config.qkv_bias)
         self.out, self.out_bias = take.linear([prefix + "o_proj"], (E,), inner, config.out_bias)
         self.qk_norm = None
         if config.qk_norm:  # (H + G, D): a line for each head
@@ -1084,10 +1085,19 @@ def _json(path: Path, absent: dict | None = None) -> dict:
     return value
 
 
-def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
+def read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """config.json and the tensors of a folder as they are: of what is not a whole model."""
+    return _config(folder), _safetensors(folder)
+
+
+def _config(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json, so not a model folder")
-    config = Config.from_hf(_json(folder / "config.json"))
+    return _json(folder / "config.json")
+
+
+def _load_folder(folder: Path, tensors: Mapping | None = None) -> Checkpoint:
+    config = Config.from_hf(_config(folder))
     tensors = _safetensors(folder) if tensors is None else tensors
     settings = _json(folder / "special_tokens_map.json", absent={})
     settings |= _json(folder / "tokenizer_config.json", absent={})

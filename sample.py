@@ -388,40 +388,47 @@ def _total(scaled: Tensor, columns: _Columns) -> Tensor:
 def distribution(logits: Tensor, rows: list[Row]) -> tuple[Tensor, list]:
     """The probabilities that `sample` draws each row by, (R, V) in float64, and what masks took.
 
-    At temperature 0 all is on one id. A row from which nothing can be drawn is all 0.
+    At temperature 0 all is on one id. A row from which nothing can be drawn is all 0. Sums are
+    float64 here: where top-p falls on one just so, `sample` may keep an id more, or one less.
     """
     scores, took = _scores(logits, rows)
+    columns = _Columns(rows, *scores.shape, scores.device)
     scores = scores.double()
     best, first = scores.max(-1, keepdim=True)
-    columns = _Columns(rows, *scores.shape, scores.device)
-    order = (scores - best).div_(columns.temperature).nan_to_num_(nan=-torch.inf)
-    order, ids = order.sort(dim=-1, descending=True, stable=True)  # of equals the smaller id first
-    rank = torch.arange(order.shape[1], device=order.device)
-    order.masked_fill_(rank >= columns.top_k, -torch.inf)
-    shares = order.softmax(-1)
-    before = shares.cumsum(-1) - shares
-    kept = (before < columns.top_p) | (columns.top_p >= 1)
-    kept &= (order >= columns.min_p.double().log()) | (rank == 0)
-    shares = shares * kept
-    shares /= shares.sum(-1, keepdim=True)
-    result = torch.zeros_like(scores).scatter_(1, ids, shares)
-    cold = torch.tensor([row.params.temperature == 0 for row in rows], device=scores.device)
-    result = torch.where(cold[:, None], torch.zeros_like(result).scatter_(1, first, 1), result)
+    scaled = (scores - best).div_(columns.temperature).nan_to_num_(nan=-torch.inf)
+    if columns.filtered:
+        scaled.masked_fill_(_left_out(scaled, columns), -torch.inf)
+    result = scaled.softmax(-1)
+    cold = [row.params.temperature == 0 for row in rows]
+    if any(cold):
+        cold = kernels.upload(cold, torch.bool, scores.device)[:, None]
+        result = torch.where(cold, torch.zeros_like(result).scatter_(1, first, 1), result)
     return torch.where(best.isfinite(), result, 0), _shares(took, rows)
+
+
+def _left_out(scaled: Tensor, columns: _Columns) -> Tensor:
+    """Which ids of scaled (R, V) the filters drop: what `_Kept` tells of one id, of all of them."""
+    order, ids = scaled.sort(dim=-1, descending=True, stable=True)  # of equals the smaller id first
+    out = torch.arange(order.shape[1], device=order.device) >= columns.top_k
+    shares = order.masked_fill(out, -torch.inf).softmax(-1)
+    before = shares.cumsum(-1) - shares
+    out |= (before >= columns.top_p) & (columns.top_p < 1)
+    out |= order < columns.min_p.double().log()
+    return torch.zeros_like(out).scatter_(1, ids, out)
 
 
 def draw(probabilities: Tensor, keys: list[list[int]]) -> Tensor:
     """Ids (R,) drawn by probabilities (R, V), with the noise of `noise_key`s; -1 for a row that
     is all 0."""
-    keys = torch.tensor(keys, dtype=torch.int32, device=probabilities.device)[:, None]
+    keys = kernels.upload(keys, torch.int32, probabilities.device)[:, None]
     best, ids = (probabilities.double().log() + gumbel(keys, _all_ids(probabilities))).max(-1)
     return torch.where(best.isfinite(), ids, -1)
 
 
 def uniform(keys: list[list[int]], ids: list[int]) -> list[float]:
     """A number between 0 and 1, neither of them, for an id each: the coins of a verification."""
-    keys, ids = torch.tensor(keys, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32)
-    return _uniform(noise_bits(keys[:, None], ids[:, None])[:, 0]).tolist()
+    keys, ids = torch.tensor(keys, dtype=torch.int32)[:, None], torch.tensor(ids)[:, None]
+    return _uniform(noise_bits(keys, ids))[:, 0].tolist()
 
 
 def logprobs(logits: Tensor, rows: list[Row], ids: list) -> list[Logprobs | None]:

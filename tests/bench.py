@@ -11,6 +11,7 @@
     python tests/bench.py serve --rate 2 --seed 0           requests arrive one by one: delays
     python tests/bench.py chat          the second turn of a long chat, with and without the cache
     python tests/bench.py guided        a token under a grammar against a free one
+    python tests/bench.py guesses       answers that repeat their prompt, and chat, by n-grams
     python tests/bench.py long          one request of 100,000 tokens: its cache, and a token's time
     python tests/bench.py grammar       schemas: to compile them, masks; --others VENV/bin/python
 
@@ -43,7 +44,9 @@ import bench_pipe  # noqa: E402
 import grammar  # noqa: E402
 import kv_cache  # noqa: E402
 import model  # noqa: E402
+import passages  # noqa: E402
 import schemas  # noqa: E402
+import speculative  # noqa: E402
 import torch  # noqa: E402
 from generate import Engine, SamplingParams  # noqa: E402
 
@@ -613,6 +616,52 @@ LONG = {  # what a model is made of -> its config.json
 DEPTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 131_000)  # tokens
 
 
+def guesses(args):
+    """The same prompts with a drafter and without, in turns; each row is a kind of prompt."""
+    settings = {"prefix_cache": False, "max_len": 1024, "device": args.device}
+    plain = Engine(dtype=args.dtype, **settings)
+    drafted = Engine(
+        dtype=args.dtype, speculative=args.drafter, spec_tokens=args.spec_tokens, **settings
+    )
+    costs = drafted.speculation.costs
+    points = ", ".join(f"{rows}: {1e3 * costs.step_s(rows):.0f}" for rows in costs.rows)
+    print(f"{drafted.name}, {args.drafter}, temperature {args.temperature:g}; {args.rounds} rounds")
+    print(f"a step's ms by its rows: {points}\n")
+    print(f"{'':<9}{'requests':>9}{'tok/s':>8}{'drafted':>9}{'ratio':>8}{'(all rounds)':>16}"
+          f"{'decode':>9}{'expected':>10}{'accepted':>10}{'a round':>9}")  # fmt: skip
+    for kind in args.kinds.split(","):
+        for count in map(int, args.batches.split(",")):
+            _guesses_row(plain, drafted, kind, count, args)
+
+
+def _guesses_row(plain: Engine, drafted: Engine, kind: str, count: int, args):
+    params = SamplingParams(max_tokens=128, temperature=args.temperature, seed=1)
+    work = passages.prompts(kind, max(count, 8))
+    groups = [work[i : i + count] for i in range(0, len(work), count)]
+    drafted.speculation.tally = tally = speculative.Tally()
+    seconds: dict[Engine, list[float]] = {plain: [], drafted: []}
+    texts, tokens = {}, 0
+    for turn in range(args.rounds):
+        for engine in (plain, drafted) if turn % 2 else (drafted, plain):
+            began = time.perf_counter()
+            outputs = [output for group in groups for output in engine.generate(group, params)]
+            seconds[engine].append(time.perf_counter() - began)
+            texts[engine] = [output.token_ids for output in outputs]
+            tokens = sum(map(len, texts[engine]))
+    ratios = sorted(a / b for a, b in zip(seconds[plain], seconds[drafted]))
+    ratio = statistics.median(ratios)
+    rates = (tokens / statistics.median(seconds[engine]) for engine in (plain, drafted))
+    share = tally.accepted / max(tally.guesses, 1)
+    print(
+        f"{kind:<9}{count:>9}" + "".join(f"{rate:>8.0f} " for rate in rates)
+        + f"{ratio:>8.2f}{f'{ratios[0]:.2f}..{ratios[-1]:.2f}':>16}{tally.speedup:>9.2f}"
+        f"{tally.expected_speedup:>10.2f}{share:>10.0%}{tally.a_round:>9.2f}",
+        flush=True,
+    )  # fmt: skip
+    if args.dtype == "float32" and texts[plain] != texts[drafted]:
+        print("          the texts differ")
+
+
 def long(args):
     """What a long request holds and what a token takes, at several depths of its context."""
     torch.set_num_threads(args.threads or 1)  # layers this small are not for more
@@ -889,6 +938,14 @@ def main():
     add.add_argument("--tokens", type=int, default=64)
     add.add_argument("--requests", type=int, default=1, help="at once (default 1)")
     add.set_defaults(run=guided)
+    add = commands.add_parser("guesses", help="speculative decoding against plain")
+    add.add_argument("--drafter", default="ngram", help="as --speculative (default ngram)")
+    add.add_argument("--spec-tokens", type=int, help="guesses a round (default: what pays)")
+    add.add_argument("--kinds", default="copy,edit,extract,chat", help="of prompts")
+    add.add_argument("--batches", default="1,4,16", help="requests at once")
+    add.add_argument("--temperature", type=float, default=0.0)
+    add.add_argument("--rounds", type=int, default=5)
+    add.set_defaults(run=guesses)
     add = commands.add_parser("long", help="one request of many tokens: its cache, a token's time")
     add.add_argument("--tokens", type=int, default=100_000, help="of context (default 100,000)")
     add.add_argument("--seed", type=int, default=0)
@@ -905,7 +962,8 @@ def main():
         if name == "grammar":
             continue
         add = command.add_argument
-        own = name in ("decode", "prefill", "worker")  # theirs depends on who is compared
+        # theirs depends on who is compared, or is the engine's own
+        own = name in ("decode", "prefill", "worker", "guesses")
         add("--dtype", default=None if own else "float32" if name == "long" else "bfloat16")
         add("--device")
         add("--threads", type=int, help="of each who is compared")

@@ -2883,9 +2883,9 @@ def test_a_profiles_steps_are_those_of_the_answer(budget, measured, tmp_path, mo
     compute, drawn = engine._compute, []
 
     def kept(plan):
-        step, ids, *rest = compute(plan)
-        drawn.append((plan[0][0].computed, plan[0][1], ids))
-        return step, ids, *rest
+        *rest, runs = compute(plan)
+        drawn.append((plan[0][0].computed, plan[0][1], [id for run in runs for id, *_ in run]))
+        return *rest, runs
 
     monkeypatch.setattr(engine, "_compute", kept)
     generate.profile(engine, request, str(tmp_path / "p.json"))
@@ -2908,7 +2908,7 @@ def test_a_profile_over_windows_and_states_is_of_the_answer(
 
     def kept(plan):
         result = compute(plan)
-        drawn.append((plan[0][0].computed, result[1]))
+        drawn.append((plan[0][0].computed, [id for run in result[-1] for id, *_ in run]))
         return result
 
     monkeypatch.setattr(engine, "_compute", kept)

@@ -1177,8 +1177,9 @@ def test_long_bfloat16_chunks_read_blocks_wherever_they_lie(table):
 # ---------------------------------------------------------------- by property
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_row_is_in_one_part_and_every_part_reads_its_own_places_only(seed):
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_is_in_one_part_and_every_part_reads_its_own_places_only(seed, window):
     """The view's own promises, for random requests with tables of random blocks."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -1189,25 +1190,37 @@ def test_every_row_is_in_one_part_and_every_part_reads_its_own_places_only(seed)
     spans = [(n, n + number(0, 60 * size // 2)) for n in (number(1, 3) for _ in range(25))]
     blocks = torch.randperm(25 * 100, generator=draw) + 1
     tables = [blocks[100 * i : 100 * i + 100].tolist() for i in range(25)]
-    found = viewed(spans, tables, size)
+    found = viewed(spans, tables, size, window=window)
     owner = [i for i, (n, _) in enumerate(spans) for _ in range(n)]
     assert sorted(sum((flat(part.rows) for part in found.parts), [])) == list(range(len(owner)))
     for part in found.parts:
         rows, places = flat(part.rows), flat(part.places)
         if part.mask is None:
             span, table = spans[owner[rows[0]]], tables[owner[rows[0]]]
-            assert len(rows) == span[0] and places == places_of(table, span[1], size)
+            first = max(span[1] - span[0] - window + 1, 0) if window else 0
+            assert len(rows) == span[0] and places == places_of(table, span[1], size)[first:]
             continue
-        lengths = [spans[owner[row]][1] for row in rows]
-        assert lengths == sorted(lengths) and all(spans[owner[row]][0] == 1 for row in rows)
-        shortest, longest = -(-lengths[0] // size), -(-lengths[-1] // size)
-        assert longest <= 1.5 * shortest + 4 and len(places) == len(rows) * longest * size
-        for i, (row, length) in enumerate(zip(rows, lengths)):
+        n = part.mask.shape[2]
+        firsts = rows[::n]  # of each request
+        lengths = [spans[owner[row]][1] for row in firsts]
+        assert rows == [row + j for row in firsts for j in range(n)]
+        assert window or lengths == sorted(lengths)
+        assert all(spans[owner[row]][0] == n for row in rows)
+        seen = [max(length - n - window + 1, 0) if window else 0 for length in lengths]
+        skipped = [first // size * size for first in seen]
+        shortest, longest = (-(-(lengths[i] - skipped[i]) // size) for i in (0, -1))
+        assert len(places) == len(firsts) * longest * size
+        assert window or longest <= 1.5 * shortest + 4
+        for i, (row, length, first, gone) in enumerate(zip(firsts, lengths, seen, skipped)):
             mine = places_of(tables[owner[row]], length, size)
             here = places[i * longest * size :][: longest * size]
-            assert here[:length] == mine and set(here[length:]) <= {mine[0]}
-            hidden = part.mask[i, 0, 0].eq(-math.inf)
-            assert not hidden[:length].any() and hidden[length:].all()
+            assert here[first - gone : length - gone] == mine[first:]
+            assert set(here[: first - gone] + here[length - gone :]) <= {mine[first]}
+            for j in range(n):  # each row sees what is up to itself
+                own = length - n + j
+                hidden = part.mask[i, 0, j].eq(-math.inf).tolist()
+                low = max(own - window + 1, 0) if window else 0
+                assert hidden == [not low <= gone + at <= own for at in range(len(hidden))]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -1343,13 +1356,13 @@ def test_recordings_leave_their_results_in_one_place(monkeypatch):
         assert sum(one() is not None for one in alive) <= 1, "more than the largest one's"
         found = torch.full((step.padded, 3), step.padded)
         alive.append(weakref.ref(found))
-        return found
+        return [found]
 
     cache = SimpleNamespace(prepare=lambda plan, size: SimpleNamespace(padded=size))
     graphs = kernels.Graphs(run, torch.device("cuda"), (1, 2, 4))
     graphs.record(cache)
     assert sorted(graphs.recorded) == [1, 2, 4]
-    results = {size: result for size, (_, result) in graphs.recorded.items()}
+    results = {size: result for size, (_, (result,)) in graphs.recorded.items()}
     assert [len(result) for _, result in sorted(results.items())] == [1, 2, 4]
     assert len({result.data_ptr() for result in results.values()}) == 1
     assert results[4][:, 0].tolist() == [1, 2, 4, 4]  # the last that was recorded came last

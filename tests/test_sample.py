@@ -18,12 +18,15 @@ from sample import (
     Row,
     SamplingParams,
     _draw,
+    distribution,
+    draw,
     gumbel,
     mix,
     noise_bits,
     noise_key,
     sample,
     sample_seed,
+    uniform,
 )
 
 torch.set_num_threads(1)
@@ -365,6 +368,119 @@ def test_the_filtered_draw_is_the_argmax_over_what_the_law_keeps(V, R):
             ambiguous += len(winners) - 1
             assert found[i] in winners, f"{kind}, row {i}: {p}"
         assert ambiguous <= 1 + R // 100
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_the_distribution_is_the_law_of_the_draws(fields):
+    p, _ = distribution(
+        torch.tensor([LOGITS, LOGITS]), [Row(params(**fields), 3, i) for i in (0, 1)]
+    )
+    expected = law(LOGITS, **fields)
+    for row in p.tolist():
+        assert {i for i, x in enumerate(row) if x} == set(expected)
+        assert {i: x for i, x in enumerate(row) if x} == pytest.approx(expected, abs=1e-7)
+
+
+def exact_rows(count, vocab, seed):
+    """Rows of every kind, all of it exact in float32, and the law of each, by brute force."""
+    draw = random.Random(seed)
+    logits, rows, laws = [], [], []
+    for i in range(count):
+        scores = [draw.randrange(-96, 96) / 16 for _ in range(vocab)]  # some are equals
+        history = [draw.randrange(vocab) for _ in range(9)]
+        allowed = draw.choice([None, sorted(draw.sample(range(vocab), vocab // 2))])
+        filters = {
+            "temperature": draw.choice([0.5, 0.75, 1.0, 2.5]),
+            "top_k": draw.choice([0, -1, 1, 7, vocab, vocab + 3]),
+            "top_p": draw.choice([1.0, 0.9071, 0.4567, 0.0513]),
+            "min_p": draw.choice([0.0, 0.0, 0.0303]),
+        }
+        changes = draw.choice([{}, {
+            "repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+            "logit_bias": {3: 1.5},
+        }])  # fmt: skip
+        mask = None if allowed is None else words(allowed, vocab)
+        p = params(**filters, **changes)
+        rows.append(Row(p, seed + i, 9, history, mask, 4, draw.choice([TARGET, DRAFT])))
+        logits.append(scores.copy())
+        for j in set(history) if changes else ():
+            scores[j] = scores[j] / 2 if scores[j] > 0 else scores[j] * 2
+            scores[j] -= (j in history[4:]) * 0.5 + history[4:].count(j) * 0.25
+        if changes:
+            scores[3] += 1.5
+        ids = range(vocab) if allowed is None else allowed
+        found = law([scores[j] for j in ids], **filters)
+        laws.append({ids[j]: x for j, x in found.items()})
+    return torch.tensor(logits), rows, laws
+
+
+def test_the_distribution_is_that_of_brute_force_whatever_shapes_it():
+    logits, rows, laws = exact_rows(300, 40, 1)
+    before = logits.clone()
+    p, took = distribution(logits, rows)
+    for row, expected in zip(p.tolist(), laws):
+        assert {i: x for i, x in enumerate(row) if x} == pytest.approx(expected, abs=1e-9)
+    assert torch.equal(logits, before) and took == sample(logits, rows)[2]
+    shared = [distribution(logits[i : i + 1], rows[i : i + 1])[0][0] for i in range(20)]
+    assert torch.allclose(torch.stack(shared), p[:20], atol=1e-12)  # whatever its neighbours
+
+
+@pytest.mark.parametrize("count, vocab", [(300, 40), (3, 49_152)])
+def test_to_draw_from_the_distribution_by_the_same_noise_is_to_sample(count, vocab):
+    logits, rows, _ = (
+        exact_rows(count, vocab, 2) if vocab < 99 else (*some_rows(count, vocab, 2), 0)
+    )
+    keys = [noise_key(row.seed, row.domain, row.position) for row in rows]
+    assert draw(distribution(logits, rows)[0], keys).tolist() == sample(logits, rows)[0]
+
+
+def test_where_one_id_or_none_can_be_drawn_the_distribution_says_so():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 7)
+    logits[1, 2], logits[2, 0], logits[3, :] = math.nan, math.inf, -math.inf
+    kinds = [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}, {}, {"temperature": 1e-30}]
+    rows = [Row(params(**fields), 1, i) for i, fields in enumerate(kinds)]
+    rows[4] = Row(params(), 1, 4, mask=words([], 4))
+    rows.append(Row(params(temperature=0, top_p=0.1), 1, 6, mask=words([0, 3], 4)))
+    p, _ = distribution(logits, rows)
+    expected = [[0, 1, 0, 0], *[[0] * 4] * 4, [0, 0.5, 0.5, 0], [1, 0, 0, 0]]
+    assert p.tolist() == expected
+    drawn = draw(p, [noise_key(1, TARGET, i) for i in range(7)]).tolist()
+    assert drawn[:5] == [1, -1, -1, -1, -1] and drawn[5] in (1, 2) and drawn[6] == 0
+    assert sample(logits, rows)[0] == [None if i < 0 else i for i in drawn]
+
+
+def test_draws_from_probabilities_follow_them():
+    draws, shares = 8000, [0.4, 0.0, 0.3, 0.05, 0.25, 0.0]
+    p = torch.tensor(shares).expand(draws, -1)
+    ids = draw(p, [noise_key(i, DRAFT, 3) for i in range(draws)]).tolist()
+    kept = [i for i, share in enumerate(shares) if share]
+    assert set(ids) == set(kept)
+    assert chi_square([ids.count(i) for i in kept], [draws * shares[i] for i in kept]) < critical(3)
+    assert draw(2 * p[:99], [noise_key(i, DRAFT, 3) for i in range(99)]).tolist() == ids[:99]
+
+
+def test_coins_are_uniform_and_each_is_of_its_own_key_and_id():
+    count = 20_000
+    keys = [noise_key(7, ACCEPT, i) for i in range(count)]
+    coins = uniform(keys, [i % 5 for i in range(count)])
+    assert 0 < min(coins) and max(coins) < 1
+    assert_uniform((torch.tensor(coins) * 64).long(), 64)
+    for i in (0, 3, 99):
+        key, token = torch.tensor([[keys[i]]], dtype=torch.int32), torch.tensor([[i % 5]])
+        assert coins[i] == (noise_bits(key, token).item() + 2**31 + 0.5) / 2**32
+        assert uniform([keys[i]], [i % 5]) == [coins[i]] != uniform([keys[i]], [i % 5 + 1])
+
+
+def test_a_rows_domain_is_what_its_noise_is_for():
+    logits = torch.zeros(64, 500)
+    drawn = {
+        domain: sample(logits, [Row(params(), 5, i, domain=domain) for i in range(64)])[0]
+        for domain in (TARGET, DRAFT)
+    }
+    assert sum(a == b for a, b in zip(*drawn.values())) < 3
+    assert drawn[TARGET] == sample(logits, [Row(params(), 5, i) for i in range(64)])[0]
+    keys = [noise_key(5, DRAFT, i) for i in range(64)]
+    assert drawn[DRAFT] == draw(torch.full((64, 500), 1 / 500), keys).tolist()
 
 
 def splitmix(values):

@@ -39,17 +39,18 @@ class Recording:
     """What a recorded graph does: the same work once more, on what its buffers hold by then."""
 
     def __init__(self, run, step):
-        self.run, self.step, self.result = run, step, run(step)
+        self.run, self.step, self.results = run, step, run(step)
 
     def replay(self):
-        self.result.copy_(self.run(self.step))
+        for kept, new in zip(self.results, self.run(self.step)):
+            kept.copy_(new)
 
 
 @torch.inference_mode()
 def record(engine: Engine):
     for size in engine.forward.sizes:
         recording = Recording(engine.forward.run, engine.cache.prepare([], size))
-        engine.forward.recorded[size] = recording, recording.result
+        engine.forward.recorded[size] = recording, recording.results
 
 
 def small(specs) -> int:

@@ -1,0 +1,279 @@
+"""speculative.py: what guesses are worth. How many to verify is a question of seconds only."""
+
+import itertools
+import random
+
+import pytest
+
+import speculative
+from speculative import Acceptance, Costs, Draft, Drafter, NGram, Speculation, Tally, choose
+
+
+class Request:
+    def __init__(self, tokens=()):
+        self.tokens = list(tokens)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_a_step_between_two_measured_ones_takes_what_lies_between():
+    costs = Costs({1: 10.0, 3: 14.0, 8: 19.0}, drafted=0.5)
+    assert [costs.step_s(n) for n in (1, 2, 3, 4, 8, 10)] == [10, 12, 14, 15, 19, 21]
+    assert costs.step_s(3, 2) == 15
+
+
+def test_of_one_measured_step_the_time_grows_with_the_rows():
+    assert [Costs({4: 8.0}).step_s(n) for n in (1, 4, 8)] == [8, 8, 16]
+
+
+def test_a_step_that_took_long_once_makes_no_larger_one_long():
+    assert Costs({1: 10.0, 2: 90.0, 4: 13.0, 8: 20.0}).seconds == [10, 13, 13, 20]
+
+
+def test_what_steps_take_corrects_what_they_are_thought_to_take():
+    costs = Costs({1: 10.0, 2: 12.0})
+    costs.saw(1, 0, 11.0)
+    assert costs.off == pytest.approx([1.01, 1.0002])
+    costs.saw(2, 1, 1000.0)  # something else ran: counts as twice
+    assert costs.off == pytest.approx([1.01, 1.10018])
+    assert costs.step_s(2, 1) == pytest.approx(12 * 1.10018)
+    for _ in range(300):  # what no one verifies any more is thought of as of plain steps
+        costs.saw(1, 0, 10.0)
+    assert costs.off == pytest.approx([1, 1], abs=1e-3)
+
+
+def test_the_example_of_choose():
+    costs = Costs({1: 10.0, 2: 14.0, 3: 18.0})
+    assert choose(costs, [[0.8, 0.3]], 1, 1) == ([1], (1.8, 14.0))
+
+
+def test_guesses_that_cost_no_time_are_all_verified_and_dear_ones_never():
+    flat, steep = Costs({1: 10.0, 99: 10.0}), Costs({1: 10.0, 99: 990.0})
+    assert choose(flat, [[0.5, 0.25, 0.1]], 1, 1)[0] == [3]
+    assert choose(steep, [[0.99, 0.98, 0.97]], 1, 1)[0] == [0]
+
+
+def test_the_time_of_making_guesses_counts():
+    costs, chances = Costs({1: 10.0, 3: 14.0}), [[0.8, 0.64]]
+    assert choose(costs, chances, 1, 1)[0] == [2]
+    assert choose(costs, chances, 1, 1, lambda n: 3.6 * n)[0] == [1]
+    assert choose(costs, chances, 1, 1, lambda n: 9.0 * n)[0] == [0]
+    assert choose(costs, chances, 1, 1, lambda n: 5.0 * (n > 0))[0] == [2], "all at once"
+
+
+def test_a_gain_of_less_than_the_margin_is_none():
+    costs = Costs({1: 100.0, 2: 100.0})
+    assert choose(costs, [[0.019]], 1, 1)[0] == [0] and choose(costs, [[0.021]], 1, 1)[0] == [1]
+
+
+def test_a_draft_that_costs_something_by_itself_may_not_be_worth_it():
+    costs = Costs({1: 10.0, 9: 18.0}, drafted=3.0)
+    assert choose(costs, [[0.9], [0.5]], 2, 2)[0] == [1, 0]
+    assert choose(Costs({1: 10.0, 9: 18.0}), [[0.9], [0.5]], 2, 2)[0] == [1, 1]
+
+
+def test_rates_are_of_each_place_and_begin_at_the_prior():
+    acceptance = Acceptance(lambda kind: 0.5)
+    assert acceptance.survival(0, 3) == [0.5, 0.25, 0.125]
+    for _ in range(4):
+        acceptance.count(0, 1, True)  # the first was right, the second wrong
+    first, second = (4 + 4 * 0.5) / 8, (0 + 4 * 0.75) / 8
+    expected = [first, first * second, first * second * second]
+    assert acceptance.survival(0, 3) == pytest.approx(expected)
+    assert acceptance.survival(1, 1) == [0.5], "of another kind nothing is known"
+
+
+def test_what_is_not_reached_counts_neither_way():
+    acceptance = Acceptance()
+    acceptance.count(0, 0, True)
+    acceptance.count(0, 2, False)
+    assert acceptance.tried == {(0, 0): 2, (0, 1): 1}
+    assert acceptance.right == {(0, 0): 1, (0, 1): 1}
+
+
+def test_old_rates_fade():
+    acceptance = Acceptance()
+    for _ in range(2000):
+        acceptance.count(0, 1, False)
+    assert acceptance.tried[0, 0] == pytest.approx(acceptance.MEMORY, rel=0.01)
+    for _ in range(300):
+        acceptance.count(0, 0, True)
+    assert acceptance.survival(0, 1)[0] < 0.25
+
+
+def test_a_tally_counts_rounds_places_and_tokens():
+    tally = Tally()
+    tally.add(3, 1, 2)
+    tally.add(0, 0, 1)
+    tally.add(2, 2, 3)
+    assert (tally.rounds, tally.drafts, tally.guesses, tally.accepted, tally.tokens) == (
+        3,
+        2,
+        5,
+        3,
+        6,
+    )
+    assert (tally.reached, tally.stayed, tally.a_round) == ([2, 2, 1], [2, 1, 0], 2)
+    assert tally.usage == {"rounds": 3, "guesses": 5, "guesses_accepted": 3}
+
+
+# ---------------------------------------------------------------- against trying all
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_other_counts_promise_more_tokens_a_second(seed):
+    draw = random.Random(seed)
+    chances = []
+    for _ in range(3):
+        one = sorted((draw.random() for _ in range(draw.randrange(4))), reverse=True)
+        chances.append(one)
+    points, at = {}, 10.0
+    for rows in range(3, 13):
+        points[rows], at = at, at + draw.choice([0, 0, 1, 2, 8])
+    costs = Costs(points)
+    counts, (tokens, seconds) = choose(costs, chances, 3, 3)
+    found = tokens / seconds
+    assert tokens == pytest.approx(3 + sum(sum(one[:n]) for one, n in zip(chances, counts)))
+    assert seconds == costs.step_s(3 + sum(counts))
+    best = max(
+        (3 + sum(sum(one[:n]) for one, n in zip(chances, each))) / costs.step_s(3 + sum(each))
+        for each in itertools.product(*(range(len(one) + 1) for one in chances))
+    )
+    plain = 3 / costs.step_s(3)
+    assert found == pytest.approx(best) or (counts == [0, 0, 0] and best <= 1.02 * plain)
+
+
+class Coin(Drafter):
+    """Guesses that are right as often as it is told, by place."""
+
+    most = 4
+
+    def __init__(self, rates):
+        self.rates, self.asked = rates, []
+
+    def propose(self, requests, counts, rows):
+        self.asked.append(counts)
+        return [Draft([0] * n) for n in counts]
+
+
+def rounds(rates, costs, count, fixed=None, seed=0) -> Speculation:
+    """`count` rounds of one request, steps taking just what they are thought to take."""
+    draw, speculation = random.Random(seed), Speculation(Coin(rates), fixed=fixed)
+    speculation.costs, request = costs, Request([0])
+    for _ in range(count):
+        (draft,) = speculation.propose([request], [99], 1, None)
+        right = 0
+        while right < len(draft.ids) and draw.random() < rates[right]:
+            right += 1
+        request.tokens += [0] * (right + 1)
+        speculation.count(request, len(draft.ids), right, right + 1)
+        speculation.draft_s = speculation.asking_s = 0.0
+        took = costs._measured(1 + len(draft.ids), len(draft.ids) > 0)
+        speculation.account(took, [len(draft.ids)])
+        speculation.guess_s = 0.0
+    return speculation
+
+
+CPU = {1: 10.0, 2: 12.0, 3: 13.0, 4: 14.0, 5: 16.0}
+RATES = {"good": [0.9, 0.9, 0.8, 0.8], "fair": [0.5, 0.4, 0.3, 0.2], "bad": [0.02] * 4}
+
+
+@pytest.mark.parametrize("fixed", [None, 1, 4])
+@pytest.mark.parametrize("name", RATES)
+def test_what_is_expected_is_what_comes(name, fixed):
+    tally = rounds(RATES[name], Costs(CPU), 1500, fixed).tally
+    assert tally.speedup == pytest.approx(tally.expected_speedup, rel=0.04)
+    if fixed:
+        e, product = 1.0, 1.0
+        for rate in RATES[name][:fixed]:
+            product *= rate
+            e += product
+        assert tally.a_round == pytest.approx(e, rel=0.03)
+        assert tally.speedup == pytest.approx(e * CPU[1] / CPU[1 + fixed], rel=0.03)
+    elif name == "good":
+        assert tally.speedup > 2
+    else:  # the few probes cost next to nothing
+        assert tally.speedup > 0.99
+
+
+def test_as_many_guesses_as_are_best_are_chosen_and_asked_for():
+    best = {}
+    for name, rates in RATES.items():
+        worth = [rounds(rates, Costs(CPU), 1500, n).tally.speedup for n in (1, 2, 3, 4)]
+        best[name] = max(1.0, *worth)
+        found = rounds(rates, Costs(CPU), 1500)
+        assert found.tally.speedup == pytest.approx(best[name], rel=0.05)
+    assert best["bad"] == 1 < best["fair"] < best["good"]
+
+
+def test_a_drafter_that_does_not_pay_is_asked_now_and_then():
+    """It may have come to be good: nobody would know."""
+    rates = [0.0] * 4
+    speculation = rounds(rates, Costs(CPU), 400)
+    asked = len(speculation.drafter.asked)
+    assert 4 <= asked <= 20 and speculation.tally.guesses <= 3 * 20
+    assert all(counts == [1] for counts in speculation.drafter.asked[-3:])
+
+
+def test_a_fixed_number_is_asked_for_in_every_round():
+    speculation = rounds([0.0] * 4, Costs(CPU), 50, fixed=3)
+    assert speculation.drafter.asked == [[3]] * 50
+
+
+def test_no_more_is_asked_for_than_there_is_room():
+    speculation = Speculation(Coin([1.0] * 4), fixed=4)
+    requests = [Request([0]) for _ in range(3)]
+    drafts = speculation.propose(requests, [2, 0, 9], 3, None)
+    assert [len(draft.ids) for draft in drafts] == [2, 0, 4]
+    assert speculation.drafter.asked == [[2, 4]] and set(speculation.drafts) == {
+        requests[0], requests[2]
+    }  # fmt: skip
+    speculation.keep(requests[2:])
+    assert set(speculation.drafts) == {requests[2]}
+
+
+# ---------------------------------------------------------------- learning without verifying
+
+
+def test_free_guesses_are_learnt_from_whether_they_were_verified_or_not():
+    """Steps are so dear that nothing is verified; what came tells that the guesses are right."""
+    speculation, request = Speculation(NGram()), Request([5, 6, 7, 8] * 3)
+    speculation.costs = Costs({1: 1.0, 2: 99.0})
+    counted = []
+    speculation.acceptance.count = lambda *given: counted.append(given)
+    for token in [5, 6, 7, 8] * 10:
+        (draft,) = speculation.propose([request], [9], 1, None)
+        assert draft.ids == []
+        request.tokens.append(token)
+    assert counted and all(not wrong and right == 9 for _, right, wrong in counted)
+
+
+def test_a_guess_that_did_not_come_is_counted_once_as_wrong():
+    speculation, request = Speculation(NGram()), Request([5, 6, 7, 8, 5, 6])
+    speculation.costs = Costs({1: 1.0, 2: 99.0})
+    counted = []
+    speculation.acceptance.count = lambda *given: counted.append(given)
+    speculation.propose([request], [9], 1, None)  # 7, 8, 5, 6, ...
+    for token in (7, 1, 2, 3):
+        request.tokens.append(token)
+        speculation.propose([request], [9], 1, None)
+    assert [given[1:] for given in counted] == [(1, True)]
+
+
+def test_what_a_request_that_ended_had_is_forgotten():
+    speculation, request = Speculation(NGram()), Request([5, 6, 5, 6, 5])
+    speculation.costs = Costs({1: 1.0, 9: 1.0})
+    speculation.propose([request], [3], 1, None)
+    assert speculation.watched and speculation.drafts and speculation.drafter.known
+    speculation.keep([])
+    assert not (speculation.watched or speculation.drafts or speculation.drafter.known)
+
+
+def test_the_lines_for_people():
+    found = rounds([0.9] * 4, Costs({n: s / 1e3 for n, s in CPU.items()}), 200, fixed=4)
+    first, second = found.lines()
+    assert "of 800 accepted" in first and "tokens a round in 200 rounds" in first
+    assert "times plain decoding, of 10.0 ms a token" in second
+    assert len(Speculation(Coin([])).lines()) == 1, "nothing has been measured"
+    assert speculative.SIZES[0] == 1

@@ -3020,26 +3020,29 @@ def fit(engine: Engine, path: str, say) -> str:
     """Let the model answer prompts, fit a `speculative.Linear` on what it computes meanwhile, and
     write that to a file: lines for people. The engine's drafter is a Recorder.
 
-    Every seventh answer is not fitted on, and is at temperature 0: it tells how good the head is.
-    (Fitting also on what people wrote, this project's README and docstrings, made it no better.)
+    Nothing about every eighth subject is fitted on: such answers, at temperature 0, tell how good
+    the head is. Fitting also on what people wrote, this project's docstrings, made it no better.
     """
-    began, texts, answer = time.perf_counter(), [], min(ANSWER, engine.max_len // 2)
-    for i in range(len(SUBJECTS) * len(ASKED)):
-        shift, j = divmod(i, len(SUBJECTS))
-        prompt = ASKED[(j + shift) % len(ASKED)].format(SUBJECTS[j])
-        params = SamplingParams(max_tokens=answer, temperature=0.7 * (i % 7 > 0), seed=i)
-        texts.append(engine.add(_messages(None, prompt) if engine.template else prompt, params))
+    began, requests, answer = time.perf_counter(), [], min(ANSWER, engine.max_len // 2)
+    for i, subject in enumerate(SUBJECTS):
+        params = SamplingParams(max_tokens=answer, temperature=0.7 * (i % 8 > 0), seed=i)
+        for asked in ASKED:
+            prompt = asked.format(subject)
+            prompt = _messages(None, prompt) if engine.template else prompt
+            requests.append(engine.add(prompt, params))
     while engine.scheduler.busy:
         engine.step()
-        say.fitting(engine.counts.output_tokens, answer * len(texts))
+        say.fitting(engine.counts.output_tokens, answer * len(requests))
     say.done()
-    if failed := [r for r in texts if r.finish_reason not in ("stop", "length")]:
+    if failed := [r for r in requests if r.finish_reason not in ("stop", "length")]:
         raise ValueError(f"--fit {path}: {failed[0].stream.stop_reason}")
     answered = time.perf_counter()
-    texts = [engine.speculation.drafter.text(request) for request in texts]
-    fitted = [text for i, text in enumerate(texts) if i % 7]
+    fitted, held = [], []
+    for i, request in enumerate(requests):
+        text = engine.speculation.drafter.text(request)
+        (fitted if i // len(ASKED) % 8 else held).append(text)
     with torch.inference_mode():
-        head, rates = speculative.fit(engine.model, fitted, texts[::7])
+        head, rates = speculative.fit(engine.model, fitted, held)
     right = [f"{rate:.3f}" for rate in rates]
     head.save(path, model=engine.name, right=" ".join(right))
     fitting = time.perf_counter() - answered
@@ -3050,7 +3053,7 @@ def fit(engine: Engine, path: str, say) -> str:
         f"         {answered - began:.0f} s to answer and {fitting:.0f} to solve for a matrix of"
         f" {' x '.join(f'{n:,}' for n in head.parts['matrix'].shape)};"
         f" {len(head.ids):,} of {engine.config.vocab:,} ids\n"
-        f"right    {right[0]} of first guesses on {len(texts[::7])} other answers, {right[1]} of"
+        f"right    {right[0]} of first guesses on {len(held)} answers about other things, {right[1]} of"
         f" second ones where the first is\n"
         f"try      python generate.py --speculative linear:{path}"
     )

@@ -127,13 +127,12 @@ def test_a_target_with_a_head_of_its_own():
 
 
 def test_agreement_counts_a_second_guess_where_the_first_is_right(exact):
-    """Of 4 places three are right; the second guess has 2 of these with a token to compare."""
     target, head, _ = exact
     text = target.text(700, length=7)  # guesses of tokens 2 .. 6: five places, then four
     assert agreement(head, [text], 3) == [1, 1, 1]
     wrong = Text([*text.tokens[:4], (text.tokens[4] + 1) % V, *text.tokens[5:]], text.hidden, 1)
     first, second = agreement(head, [wrong], 2)
-    assert first < 1
+    assert first == 3 / 5 and second == 1 / 2  # not of token 4, and not after it
     assert agreement(head, [Text(text.tokens, text.hidden, 5)], 2) == [1, 0]  # the last one only
 
 
@@ -148,6 +147,20 @@ def test_the_penalty_is_what_is_best_on_other_texts(monkeypatch, exact):
     for order in ((1e-6, 1e4), (1e4, 1e-6)):
         monkeypatch.setattr(speculative, "PENALTIES", order)
         assert fit(target, train, held, units=0)[1] == both[1e-6]
+
+
+def test_a_recorder_begins_again_where_a_request_does():
+    """Positions 3 and 4 of one whose beginning was found; then all, for it was preempted."""
+    recorder, request = speculative.Recorder(), Request(list(range(7)))
+    request.prompt_tokens = 5
+    state = torch.arange(14.0).view(7, 2)
+    recorder.learn(request, 3, [state[3:4]])
+    recorder.learn(request, 4, [state[4:5]])
+    text = recorder.text(request)
+    assert (text.tokens, text.first, text.hidden.tolist()) == ([3, 4, 5], 2, state[3:5].tolist())
+    recorder.learn(request, 0, [state[:6]])
+    text = recorder.text(request)
+    assert (text.tokens, text.first, text.hidden.tolist()) == ([*range(7)], 5, state[:6].tolist())
 
 
 # ---------------------------------------------------------------- an off-by-one shows

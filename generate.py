@@ -3053,8 +3053,8 @@ def fit(engine: Engine, path: str, say) -> str:
         f"         {answered - began:.0f} s to answer and {fitting:.0f} to solve for a matrix of"
         f" {' x '.join(f'{n:,}' for n in head.parts['matrix'].shape)};"
         f" {len(head.ids):,} of {engine.config.vocab:,} ids\n"
-        f"right    {right[0]} of first guesses on {len(held)} answers about other things, {right[1]} of"
-        f" second ones where the first is\n"
+        f"right    {right[0]} of first guesses on {len(held)} answers about other things,"
+        f" {right[1]} of second ones where the first is\n"
         f"try      python generate.py --speculative linear:{path}"
     )
 

@@ -1782,8 +1782,8 @@ class Toys:
 
 def picture(rule: str, agreement: float, curve: str, requests: int) -> str:
     lines = [
-        f"A toy target of {len(WORDS)} words; a drafter that knows {agreement:.0%} of its law, and a"
-        f' guess later 95% of that; rule "{rule}"',
+        f"A toy target of {len(WORDS)} words; a drafter that knows {agreement:.0%} of its law,"
+        f' and a guess later 95% of that; rule "{rule}"',
         "",
     ]
     chances, tokens = {}, {}
@@ -1862,8 +1862,9 @@ def worth(chances: dict, counted: dict, curve: str, requests: int) -> list[str]:
         lines.append(line)
     return lines + [
         "",
-        "E = 1 + r1 + r1 r2 + ...: of 4 rounds of 200 texts, counted in 4 others. A step's rows cost",
-        "nothing while it waits for the weights; once they do, and requests share a step, k = 0 is right.",
+        "E = 1 + r1 + r1 r2 + ...: of 4 rounds of 200 texts; counted: in 4 others. While a step waits",
+        "for the weights its rows cost nothing. Where they do, or many requests share it, k = 0 is",
+        "right: a guess is a row, and must bring more than a row costs.",
     ]
 
 

@@ -139,8 +139,8 @@ class Engine:
     graphs      pad decode steps to a few sizes, which a GPU records once and replays (default:
                 on a GPU); elsewhere the same padded steps are computed as ever
     jump        whether text that a grammar leaves no choice about is appended unsampled
-    speculative who guesses the next tokens: "ngram" (what followed the last few before), or a
-                speculative.Drafter
+    speculative who guesses the next tokens: "ngram" (what followed the last few before),
+                "linear:FILE" (a head that --fit made), or a speculative.Drafter
     spec_tokens guesses in every round (default: as many as are worth their rows here)
     verify      "sample" (same seed, same tokens as without guesses) or "reject" (the same law)
     seed        of requests that have none of their own, each mixed with its number
@@ -3067,6 +3067,65 @@ class Timeline:
         self.file.close()
 
 
+# ---------------------------------------------------------------- a head for this model
+
+SUBJECTS = (
+    "the water cycle", "a good night's sleep", "the history of bread", "how a bicycle works",
+    "learning a language", "honey bees", "saving money", "the moon", "cooking rice", "volcanoes",
+    "public speaking", "whales", "computers", "friendship", "coffee", "ancient Egypt",
+)  # fmt: skip
+ASKED = (
+    "Tell me about {}.", "Explain {} to a child.", "Write a short story about {}.",
+    "Give five tips about {}.", "What are common mistakes with {}?", "Write a poem about {}.",
+)  # fmt: skip
+
+
+def fit(engine: Engine, path: str, say) -> str:
+    """Let the model answer prompts, fit a `speculative.Linear` on what it computes meanwhile, and
+    write that to a file: lines for people. The engine's drafter is a Recorder.
+
+    Nothing about every eighth subject is fitted on: such answers, at temperature 0, tell how good
+    the head is. Fitting also on what people wrote, this project's docstrings, made it no better.
+    """
+    began, requests, answer = time.perf_counter(), [], min(ANSWER, engine.max_len // 2)
+    for i, subject in enumerate(SUBJECTS):
+        params = SamplingParams(max_tokens=answer, temperature=0.7 * (i % 8 > 0), seed=i)
+        for asked in ASKED:
+            prompt = asked.format(subject)
+            prompt = _messages(None, prompt) if engine.template else prompt
+            requests.append(engine.add(prompt, params))
+    while engine.scheduler.busy:
+        engine.step()
+        say.fitting(engine.counts.output_tokens, answer * len(requests))
+    say.done()
+    if failed := [r for r in requests if r.finish_reason not in ("stop", "length")]:
+        raise ValueError(f"--fit {path}: {failed[0].stream.stop_reason}")
+    answered = time.perf_counter()
+    fitted, held = [], []
+    for i, request in enumerate(requests):
+        text = engine.speculation.drafter.text(request)
+        (fitted if i // len(ASKED) % 8 else held).append(text)
+    with torch.inference_mode():
+        head, rates = speculative.fit(engine.model, fitted, held)
+    right = [f"{rate:.3f}" for rate in rates]
+    head.save(path, model=engine.name, right=" ".join(right))
+    fitting = time.perf_counter() - answered
+    rows = sum(len(text.hidden) for text in fitted)
+    return (
+        f"fitted   {path}: {Path(path).stat().st_size / 1e6:.1f} MB, for {engine.name}, on"
+        f" {rows:,} positions of {len(fitted)} of its answers\n"
+        f"         {answered - began:.0f} s to answer and {fitting:.0f} to solve for a matrix of"
+        f" {' x '.join(f'{n:,}' for n in head.parts['matrix'].shape)};"
+        f" {len(head.ids):,} of {engine.config.vocab:,} ids\n"
+        f"right    {right[0]} of first guesses on {len(held)} answers about other things,"
+        f" {right[1]} of second ones where the first is\n"
+        f"try      python generate.py --speculative linear:{path}"
+    )
+
+
+ANSWER = 160  # tokens
+
+
 # ---------------------------------------------------------------- the command line
 
 
@@ -3138,7 +3197,7 @@ def parser() -> argparse.ArgumentParser:
     add("--no-jump", action="store_true",
         help="sample also the tokens that a grammar leaves no choice about")  # fmt: skip
     add("--speculative", metavar="DRAFTER",
-        help="guess several tokens a step and verify them: ngram")  # fmt: skip
+        help="guess several tokens a step and verify them: ngram, linear:FILE")  # fmt: skip
     add("--spec-tokens", type=int, metavar="N",
         help="guesses a round (default: as many as are worth their rows here)")  # fmt: skip
     add("--verify", choices=speculative.RULES, default="sample",
@@ -3170,6 +3229,8 @@ def parser() -> argparse.ArgumentParser:
     add("--timeline", metavar="FILE", help="write a Chrome trace of all steps (Perfetto opens it)")
     add("--quiet", action="store_true", help="the answer only (errors are still shown)")
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--fit", metavar="FILE",
+        help="fit a drafter for the model on its own answers, and write it: a minute")  # fmt: skip
     add("--demo", action="store_true", help="a tiny random model, a line a step: no download")
     return p
 
@@ -3180,9 +3241,15 @@ def main(argv: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(argv)
     many = args.prompts is not None
-    chat = args.prompt is None and not many
+    chat = args.prompt is None and not many and args.fit is None
     if many and (args.prompt is not None or args.trace or args.json or args.demo):
         p.error("--prompts goes without --prompt, --trace, --json and --demo")
+    alone = (args.prompt, args.prompts, args.speculative, args.system)
+    if args.fit is not None and (
+        any(x is not None for x in alone)
+        or (args.demo or args.trace or args.json or args.raw or args.template)
+    ):
+        p.error("--fit goes with flags of the model and of the engine only")
     if chat and not args.demo and (not sys.stdin.isatty() or args.json or args.raw):
         p.error("--prompt is needed (- reads standard input); a chat needs a terminal")
     if args.profile is not None and (
@@ -3208,6 +3275,8 @@ def main(argv: list[str] | None = None) -> int:
         params = SamplingParams(**with_flags(fields, {}))
         if params.constraint:
             Grammars([bytes([i]) for i in range(256)], 256).compiled(params, ())
+        if args.fit is not None and fields != _fields(p.parse_args([])):
+            raise ValueError("--fit takes no flags of sampling and none of a grammar")
     except ValueError as error:
         p.error(str(error))
     say = Say(args.quiet)
@@ -3217,6 +3286,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.profile is not None:
             _check_file(args.profile)
+        if args.fit is not None:
+            _check_file(args.fit)
         jobs = _jobs(args) if many else []  # before the model is loaded: it takes a while
         engine = Engine(
             args.model, revision=args.revision, load=args.load,
@@ -3225,11 +3296,14 @@ def main(argv: list[str] | None = None) -> int:
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
             reserve=args.reserve, graphs=args.graphs, jump=not args.no_jump,
-            speculative=args.speculative, spec_tokens=args.spec_tokens, verify=args.verify,
+            speculative=speculative.Recorder() if args.fit else args.speculative, spec_tokens=args.spec_tokens, verify=args.verify,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
         with Timeline(args.timeline, engine) if args.timeline else nullcontext():
+            if args.fit:
+                print(fit(engine, args.fit, say))
+                return 0
             if many:
                 return _prompts(engine, jobs, fields, template, args, say)
             if chat:
@@ -3368,6 +3442,16 @@ class Say:
         bar = f"\rloading  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} layers"
         print(bar, end="", file=sys.stderr, flush=True)
         self.open = True
+
+    def fitting(self, done: int, most: int):
+        """How far a fit's answers are: on a terminal twice a second, else every 10 s."""
+        now, terminal = time.perf_counter(), sys.stderr.isatty()
+        if self.quiet or now - self.last < (0.5 if terminal else 10):
+            return
+        self.last = now
+        line = f"fitting  {done:,} tokens answered, at most {most:,}"
+        print("\r" * terminal + line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        self.open = terminal
 
     def batch(self, batch: Batch):
         """The same for a file of prompts: on a terminal twice a second, else every 10 s."""

@@ -30,17 +30,24 @@ Invariants    1. rule "sample": each row draws by its own noise what it would ha
 Units         tokens, rows; seconds; rates from 0 to 1.
 Article       "Speculative Decoding from First Principles"
 Try           python speculative.py                 rounds, acceptance, what it is worth
+              python speculative.py --agreement 0.3 --costs gpu --requests 64
               python tests/mutations.py speculative.py   change it: known bugs, each with its test
 Imports       kernels, kv_cache, model, sample.
 """
 
+import json
+import math
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
 
+import safetensors
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,7 +58,8 @@ import model as models
 from kv_cache import LayerSpec, Segment, Step
 from model import Checkpoint, Config, Model
 from sample import (
-    ACCEPT, DRAFT, RESIDUAL, Row, distribution, draw, logprobs, noise_key, sample, uniform,
+    ACCEPT, DRAFT, RESIDUAL, TARGET, Row, SamplingParams, distribution, draw, logprobs, noise_key,
+    sample, uniform,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- verification
@@ -572,6 +580,184 @@ class DraftModel(Cached):
             for request, draft in zip(requests, drafts):
                 self.held[request].guesses = draft.ids[:-1]  # of the last there is no row
         return drafts
+
+
+class Linear(Chained):
+    """A head that was solved for, not trained (ridge regression, Hoerl & Kennard 1970): a matrix
+    that leads from the target's hidden state to its next one, and the target's own head says which
+    token that means.
+
+        hidden state (E,) at position i   |
+                                          | features (F,) -> matrix -> hidden state at i + 1,
+        embedding (E,) of token i + 1     |                            which tells of token i + 2
+
+    The features are both, normed, a 1, and random sums of them behind a ReLU: what is solved for
+    stays linear in them. An entry is made of nothing but its own position, so the cache is empty.
+    Of the vocabulary it knows the ids of the texts that it was fitted on.
+
+    parts  random (U, 2E + 1), matrix (E, F), ids (N,), rising: what `fit` makes and a file has
+    """
+
+    name, hidden = "linear", True
+
+    def __init__(self, target: Model, parts: dict[str, Tensor], rows: Tensor | None = None):
+        """rows (N, E): those of the target's head for the ids, where its embedding has them not."""
+        super().__init__(target, ())
+        self.parts = parts
+        self.ids = parts["ids"].to(self.device)
+        self.random = parts["random"].to(self.device)
+        self.matrix = kernels.pack(parts["matrix"].to(self.device, self.dtype))
+        if target.config.tied:
+            rows = target.embedding[self.ids]
+        self.head = None if rows is None else kernels.pack(rows.to(self.device, self.dtype))
+
+    def fuse(self, features):
+        return features[-1]
+
+    def run(self, features, tokens, step):
+        seen = mixed(features, self.target.embedding[tokens], self.random)
+        x = kernels.linear(seen.to(self.dtype), self.matrix)
+        return x, x
+
+    def score(self, x):
+        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
+        whole = self.head is None  # then the target's head says more than is asked
+        known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
+        logits[:, self.ids] = known
+        return logits
+
+    def save(self, path: str, **said: str):
+        """Write a file of it, and what is said of it. OSError: that cannot be."""
+        about = {"width": self.target.config.width, "vocab": self.target.config.vocab, **said}
+        data = safetensors.torch.save(self.parts, {"octavo": json.dumps(about)})
+        Path(path).write_bytes(data)
+
+    @classmethod
+    def load(cls, path: str, target: Model, checkpoint: Checkpoint) -> "Linear":
+        """One that was saved. ValueError, one sentence, if it is none or for another target."""
+        refusal = f"speculative linear:{path}"
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {}).get("octavo", "{}"))
+                parts = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{refusal}: no safetensors file that can be read ({error})") from None
+        E, V = target.config.width, target.config.vocab
+        for what, ours in (("width", E), ("vocab", V), ("model", checkpoint.name)):
+            if about.get(what) != ours:
+                its = about.get(what, "none")
+                raise ValueError(f"{refusal}: it was fitted for {what} {its}, the model has {ours}")
+        if missing := {"random", "matrix", "ids"} - set(parts):
+            raise ValueError(f"{refusal}: it has no tensor {min(missing)!r}")
+        U, N = len(parts["random"]), len(parts["ids"])
+        wanted = {"random": (U, 2 * E + 1), "matrix": (E, 2 * E + 1 + U), "ids": (N,)}
+        for name, shape in wanted.items():
+            if tuple(parts[name].shape) != shape:
+                raise ValueError(f"{refusal}: {name} is {tuple(parts[name].shape)}, not {shape}")
+        ids = parts["ids"]
+        if ids.dtype != torch.int64 or not N or ids.min() < 0 or ids.max() >= V:
+            raise ValueError(f"{refusal}: its ids are not integers from 0 to {V - 1}")
+        tied = target.config.tied
+        return cls(target, parts, None if tied else checkpoint.tensors["lm_head.weight"][ids])
+
+
+def mixed(hidden: Tensor, embedded: Tensor, random: Tensor) -> Tensor:
+    """The features (T, F) of hidden states and embeddings (T, E), in float32."""
+    parts = [
+        x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        for x in (hidden, embedded)
+    ]
+    both = torch.cat([*parts, torch.ones_like(parts[0][:, :1])], -1)  # (T, 2E + 1)
+    return torch.cat([both, (both @ random.T).relu()], -1)
+
+
+@dataclass
+class Text:
+    """What a target computed over a text: tokens n + 1, hidden (n, E) of all but the last. From
+    `first` on a token is the target's own."""
+
+    tokens: list[int]
+    hidden: Tensor
+    first: int
+
+
+class Recorder(Drafter):
+    """Guesses nothing, and keeps what the target computes: texts to fit a head on."""
+
+    name, most, hidden = "recorder", 0, True
+
+    def __init__(self):
+        self.seen: dict = {}  # request -> (its first position that is known, hidden states)
+
+    def learn(self, request, start, features):
+        first, hidden = self.seen.get(request, (start, []))
+        if start != first + sum(map(len, hidden)):  # it began again
+            first, hidden = start, []
+        self.seen[request] = first, [*hidden, features[-1]]
+
+    def text(self, request) -> Text:
+        first, hidden = self.seen[request]
+        hidden = torch.cat(hidden)
+        tokens = request.tokens[first : first + len(hidden) + 1]
+        return Text(tokens, hidden, request.prompt_tokens - first)
+
+
+UNITS = 2048  # random features
+PENALTIES = (1e-6, 1e-3, 3e-3, 1e-2, 3e-2)  # times the mean square of a feature
+
+
+def fit(target: Model, texts: list[Text], held: list[Text], units: int | None = None):
+    """The Linear whose matrix gives the least squares over texts, in float64, with the penalty
+    that is best on other texts, `held`: it, and how often its first and second guess is what these
+    go on with (the second where the first is).
+
+    Example: hidden states that each are twice the one before, in one direction: so is the matrix.
+    """
+    E, device = target.config.width, target.embedding.device
+    units = UNITS if units is None else units
+    noise = torch.Generator().manual_seed(0)
+    random = torch.randn(units, 2 * E + 1, generator=noise) / (2 * E) ** 0.5
+    random = random.to(device)
+    width = 2 * E + 1 + units
+    inner = torch.zeros(width, width, dtype=torch.float64, device=device)
+    outer = torch.zeros(width, E, dtype=torch.float64, device=device)
+    for text in texts:
+        embedded = target.embedding[torch.tensor(text.tokens[1:-1], device=device)]
+        seen = mixed(text.hidden[:-1], embedded, random).double()
+        inner += seen.T @ seen
+        outer += seen.T @ text.hidden[1:].double()
+    ids = torch.tensor(sorted({id for text in texts for id in text.tokens}))
+    best = None
+    for penalty in PENALTIES:
+        loaded = inner + penalty * inner.diagonal().mean() * torch.eye(width).to(inner)
+        matrix = torch.cholesky_solve(outer, torch.linalg.cholesky(loaded)).T.float().contiguous()
+        made = Linear(target, {"random": random.cpu(), "matrix": matrix.cpu(), "ids": ids})
+        rates = agreement(made, held)
+        if best is None or rates > best[1]:
+            best = made, rates
+    return best
+
+
+def agreement(head: Linear, texts: list[Text], most: int = 2) -> list[float]:
+    """How often guess 1, .. `most` is what a text goes on with, where the guesses before it are:
+    in the part that is the target's own. The likeliest token is guessed."""
+    tried, right = [0] * most, [0] * most
+    for text in texts:
+        ids = torch.tensor(text.tokens, device=head.device)
+        at = torch.arange(max(text.first - 1, 0), len(ids) - 2, device=head.device)
+        state, tokens = text.hidden[at].to(head.dtype), ids[at + 1]
+        for j in range(most):
+            going = at + 2 + j < len(ids)
+            at, state, tokens = at[going], state[going], tokens[going]
+            if not len(at):
+                break
+            state, x = head.run(state, tokens, None)
+            tokens = head.score(x).argmax(-1)
+            stays = tokens == ids[at + 2 + j]
+            tried[j] += len(at)
+            right[j] += int(stays.sum())
+            at, state, tokens = at[stays], state[stays], tokens[stays]
+    return [r / max(t, 1) for r, t in zip(right, tried)]
 
 
 class Eagle(Chained):
@@ -1509,6 +1695,7 @@ DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafte
     "eagle": lambda path, target, checkpoint: Eagle(path, target),
     "mtp": lambda path, target, checkpoint: MTP(target, checkpoint),
     "dflash": lambda path, target, checkpoint: DFlash(path, target),
+    "linear": Linear.load,
 }
 PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
 
@@ -1521,3 +1708,178 @@ def drafter(name: str, target: Model, checkpoint: Checkpoint) -> Drafter:
         known = [f"{x}:{PATHS[x]}" if x in PATHS else x for x in DRAFTERS]
         raise ValueError(f"speculative {name!r} is not {' or '.join(known)}")
     return DRAFTERS[kind](path, target, checkpoint)
+
+
+# ---------------------------------------------------------------- the experiment
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "and"]
+NEXT = {  # word -> what may come after it, in hundredths
+    "the": {"cat": 40, "dog": 35, "mat": 25}, "cat": {"sat": 50, "ran": 30, "and": 20},
+    "dog": {"ran": 50, "sat": 30, "and": 20}, "sat": {"on": 70, "and": 30},
+    "ran": {"and": 60, "on": 40}, "on": {"the": 100}, "mat": {"and": 80, "the": 20},
+    "and": {"the": 70, "ran": 15, "sat": 15},
+}  # fmt: skip
+CURVES = {  # rows of a step -> how long it takes, a step of one row being 1
+    "cpu": {1: 1.0, 4: 1.3, 8: 1.85, 16: 2.6, 32: 4.8},  # soon it is arithmetic that takes time
+    "gpu": {1: 1.0, 64: 1.05, 256: 1.2, 1024: 4.2},  # for long it is reading the weights
+}
+GUESS_S, K = 0.05, 8  # what a guess takes, and how many a round has
+
+
+class Toy(Cached):
+    """Knows the target's law, but not all of it, and less with each guess that it builds on."""
+
+    def __init__(self, law: Tensor, agreement: float):
+        self.law, self.agreement = law, agreement
+
+    def propose(self, requests, counts, rows):
+        drafts = [Draft() for _ in requests]
+        beliefs = []
+        for j in range(K):
+            asked = [rows(r, draft.ids) for r, draft in zip(requests, drafts)]
+            known = self.agreement * 0.95**j
+            law = known * self.law[[row.history[-1] for row in asked]] + (1 - known) / len(WORDS)
+            ids, own = self.guess(law.log(), asked)
+            beliefs.append(own)
+            for draft, id in zip(drafts, ids):
+                draft.ids.append(id)
+        for draft, own in zip(drafts, zip(*beliefs)):
+            draft.beliefs = None if own[0] is None else torch.stack(own)
+        return drafts
+
+
+class Toys:
+    """Texts of a toy target, which the toy drafter guesses for by one rule."""
+
+    def __init__(self, rule: str, agreement: float, texts: int = 200):
+        self.law = torch.zeros(len(WORDS), len(WORDS), dtype=torch.float64)
+        for i, word in enumerate(WORDS):
+            for other, share in NEXT[word].items():
+                self.law[i, WORDS.index(other)] = share / 100
+        self.rule, self.toy = rule, Toy(self.law, agreement)
+        self.params = SamplingParams(temperature=1.0).with_defaults({})
+        self.texts = [SimpleNamespace(tokens=[0], seed=seed) for seed in range(texts)]
+
+    def row(self, text, guesses: list[int], domain: int) -> Row:
+        history = text.tokens + guesses
+        return Row(self.params, text.seed, len(history), history, None, 1, domain)
+
+    def round(self) -> list[tuple[list[int], list[int]]]:
+        """Of each text the guesses, and what comes out."""
+        domain = TARGET if self.rule == "sample" else DRAFT
+        counts = [K] * len(self.texts)
+        drafts = self.toy.propose(self.texts, counts, lambda *own: self.row(*own, domain))
+        rows = [
+            self.row(text, draft.ids[:j], TARGET)
+            for text, draft in zip(self.texts, drafts)
+            for j in range(K + 1)
+        ]
+        logits = self.law[[row.history[-1] for row in rows]].log()
+        came = [[id for id, *_ in own] for own in verify(logits, rows, drafts, self.rule)]
+        for text, ids in zip(self.texts, came):
+            text.tokens = text.tokens + ids
+        return [(draft.ids, ids) for draft, ids in zip(drafts, came)]
+
+
+def picture(rule: str, agreement: float, curve: str, requests: int) -> str:
+    lines = [
+        f"A toy target of {len(WORDS)} words; a drafter that knows {agreement:.0%} of its law,"
+        f' and a guess later 95% of that; rule "{rule}"',
+        "",
+    ]
+    chances, tokens = {}, {}
+    for each in RULES:
+        toys, acceptance = Toys(each, agreement), Acceptance()
+        acceptance.MEMORY = math.inf
+        for n in range(4):
+            for i, (guesses, ids) in enumerate(toys.round()):
+                acceptance.count(0, len(ids) - 1, len(ids) <= K)
+                if i == 0 and each == rule:
+                    lines += shown(n + 1, guesses, ids)
+        chances[each] = acceptance.survival(0, K)
+        later = [len(ids) for _ in range(4) for _, ids in toys.round()]
+        tokens[each] = [sum(min(n, 1 + k) for n in later) / len(later) for k in range(K + 1)]
+    return "\n".join(lines + worth(chances, tokens, curve, requests))
+
+
+def shown(n: int, guesses: list[int], ids: list[int]) -> list[str]:
+    """A round: the guesses, and below them what comes out."""
+
+    def words(ids: list[int]) -> str:
+        return "".join(f"{WORDS[id]:<5}" for id in ids)
+
+    right = len(ids) - 1
+    last = "corrected" if right < K else "bonus"
+    return [
+        f"round {n}  guesses   {words(guesses)}".rstrip(),
+        f"         come out  {words(ids):<{5 * (K + 1)}} {right} accepted, 1 {last}",
+    ]
+
+
+def expected(costs: Costs, chances: list[float], k: int, requests: int) -> tuple[float, float]:
+    """With k guesses for each request: tokens a round of one, and how many times plain decoding."""
+    tokens = 1 + sum(chances[:k])
+    seconds = costs.step_s(requests * (1 + k)) + k * GUESS_S
+    return tokens, tokens * costs.step_s(requests) / seconds
+
+
+def chosen(costs: Costs, chances: list[float], requests: int) -> tuple[int, float]:
+    """How many guesses `choose` takes at most, and how many times plain decoding that is."""
+    counts, (tokens, seconds) = choose(
+        costs, [chances] * requests, requests, requests, lambda n: n * GUESS_S
+    )
+    return max(counts), tokens / seconds / (requests / costs.step_s(requests))
+
+
+def worth(chances: dict, counted: dict, curve: str, requests: int) -> list[str]:
+    """What each number of guesses leads to by both rules, and what is chosen here and elsewhere.
+
+    chances: rule -> as from `survival`; counted: rule -> tokens a round, for each k
+    """
+    costs = {name: Costs(points) for name, points in CURVES.items()}
+    here = f"on a {curve}, {requests} request{'s' * (requests > 1)}"
+    titles = "".join(f'rule "{rule}", {here}'.ljust(53) for rule in RULES)
+    columns = f"{'guess k right':<18}{'tokens: E, counted':<20}{'times plain':<15}"
+    lines = ["", f"   {titles.rstrip()}", f"k  {(columns * 2).rstrip()}"]
+    best = {rule: chosen(costs[curve], chances[rule], requests)[0] for rule in RULES}
+    for k in range(K + 1):
+        line = f"{k:<3}"
+        for rule in RULES:
+            rate = (chances[rule][k - 1] / (chances[rule][k - 2] if k > 1 else 1)) if k else 1
+            bar = f"{rate:.2f} {'#' * round(12 * rate)}" if k else ""
+            tokens, times = expected(costs[curve], chances[rule], k, requests)
+            mark = " <" if k == best[rule] else ""
+            line += f"{bar:<18}{tokens:>7.2f}{counted[rule][k]:>8.2f}{'':<5}"
+            line += f"{times:.2f} {'#' * round(2 * times)}{mark}".ljust(15)
+        lines.append(line.rstrip())
+    sizes = (1, 2, 4, 8, 16, 64, 256)
+    title = 'rule "sample", requests a step'
+    lines += ["", title + "".join(f"{n:>10}" for n in sizes)]
+    for name in CURVES:
+        line = f"  on a {name}: guesses, times".ljust(len(title))
+        for n in sizes:
+            k, times = chosen(costs[name], chances["sample"], n)
+            line += (f"{k}: {times:.2f}" if k else "none").rjust(10)
+        lines.append(line)
+    return lines + [
+        "",
+        "E = 1 + r1 + r1 r2 + ...: of 4 rounds of 200 texts; counted: in 4 others. While a step waits",
+        "for the weights its rows cost nothing. Where they do, or many requests share it, k = 0 is",
+        "right: a guess is a row, and must bring more than a row costs.",
+    ]
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Guess, verify, and see what it is worth.")
+    parser.add_argument("--rule", choices=RULES, default="sample", help="of the rounds shown")
+    parser.add_argument("--agreement", type=float, default=0.8, help="from 0 to 1 (default 0.8)")
+    parser.add_argument("--costs", choices=CURVES, default="cpu", help="how a step's time grows")
+    parser.add_argument("--requests", type=int, default=1, help="in a step, 1 to 256 (default 1)")
+    args = parser.parse_args()
+    if not 0 <= args.agreement <= 1:
+        parser.error(f"--agreement {args.agreement} is not from 0 to 1")
+    if not 1 <= args.requests <= 256:
+        parser.error(f"--requests {args.requests} is not from 1 to 256")
+    print(picture(args.rule, args.agreement, args.costs, args.requests))

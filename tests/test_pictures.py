@@ -43,6 +43,10 @@ RUNS = {  # copy -> command line
     "paged_kinds": ["paged.py", "--kinds"],
     "grammar": ["grammar.py"],
     "grammar_schema": ["grammar.py", "--schema", '{"enum": ["alpha", "apple", 3]}'],
+    "speculative": ["speculative.py"],
+    "speculative_gpu": [
+        "speculative.py", "--rule", "reject", "--agreement", "0.4", "--costs", "gpu", "--requests", "64",
+    ],
     "generate_demo": ["generate.py", "--demo"],
 }  # fmt: skip
 REFUSED = {  # command line -> words of the refusal
@@ -55,6 +59,8 @@ REFUSED = {  # command line -> words of the refusal
     ("sample.py", "--temperature", "0"): "--temperature 0",
     ("grammar.py", "--schema", '{"type": "strin"}'): "#/type",
     ("scheduler.py", "--budget", "0"): "--budget",
+    ("speculative.py", "--agreement", "1.5"): "--agreement 1.5",
+    ("speculative.py", "--requests", "0"): "--requests 0",
     ("paged.py", "--block-size", "24"): "--block-size 24",
 }
 

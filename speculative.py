@@ -310,1041 +310,6 @@ class NGram(Drafter):
 ALIKE = {1: 0.15, 2: 0.3, 3: 0.4, 4: 0.5, 5: 0.6, 9: 0.8, 17: 0.9}
 
 
-class Cached(Drafter):
-    """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
-    finds no slot free is not guessed for. A subclass has
-
-        _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
-        run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
-        score(x) -> logits (R, V)            of the target's vocabulary, -inf where it has no id
-    """
-
-    CHUNK = 512  # rows of a request that wait before they are computed without being asked for
-
-    def __init__(self, target: Model, specs: tuple[LayerSpec, ...]):
-        self.target, self.specs = target, specs
-        self.device, self.dtype = target.embedding.device, target.embedding.dtype
-        self.held: dict[object, Held] = {}
-
-    def slot_bytes(self, max_len: int) -> int:
-        return sum(kv_cache.block_bytes(s, max_len + MOST, self.dtype.itemsize) for s in self.specs)
-
-    def open(self, slots: int, max_len: int):
-        self.slots = kv_cache.Slots(slots)
-        self.cache = kv_cache.ContiguousCache(
-            self.specs, slots, max_len + MOST, self.device, self.dtype
-        )
-
-    def hold(self, request, base: int = 0) -> "Held | None":
-        """A request's place, which begins at its position `base`; None: there is none left."""
-        if request not in self.held:
-            held = Held(base)
-            if not self.slots.grow(held, 0):
-                return None
-            self.held[request] = held
-        return self.held[request]
-
-    def drop(self, request):
-        self.slots.release(self.held.pop(request))
-
-    def keep(self, requests):
-        kept = set(requests)
-        for request in [r for r in self.held if r not in kept]:
-            self.drop(request)
-
-    def learn(self, request, start, features):
-        if request in self.held and self.held[request].seen != start:  # some were not for it
-            self.drop(request)
-        held = self.hold(request, start)
-        if held is not None and len(features[0]):
-            held.features.append(features)
-            held.pending += len(features[0])
-
-    def prepare(self, work: list[tuple["Held", list[int]]]) -> Step:
-        """Rows for the next ids of some requests, after what is computed of each; of each the
-        last one is a sample row. Moves `computed` on."""
-        tokens, positions, last, segments = [], [], [], []
-        for held, ids in work:
-            segments.append(Segment(held.slot, len(tokens), len(ids), held.computed))
-            positions += range(held.base + held.computed, held.base + held.computed + len(ids))
-            tokens += ids
-            last.append(len(tokens) - 1)
-            held.computed += len(ids)
-        tensors = [torch.tensor(x, device=self.device) for x in (tokens, positions, last)]
-        return Step(self.cache, *tensors, segments)
-
-    def propose(self, requests, counts, rows):
-        """One pass for each guess, over those that want another. What guesses leave in the cache
-        lies beyond `computed`; linear layers are given their states back."""
-        state, x = self._catch_up(requests)
-        held = [self.held[request] for request in requests]
-        true, states = [one.computed for one in held], self._states(held)
-        drafts = [Draft() for _ in requests]
-        beliefs: list[list] = [[] for _ in requests]
-        going = list(range(len(requests)))  # those that want more
-        while going:
-            these = [rows(requests[i], drafts[i].ids) for i in going]
-            more = []
-            for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
-                if id is None:  # logits that are not finite
-                    continue
-                drafts[i].ids.append(id)
-                beliefs[i].append(law)
-                if len(drafts[i].ids) < counts[i]:
-                    more.append(at)
-            going = [going[at] for at in more]
-            if going:
-                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
-                state, x = self.run(state[more], step.tokens, step)
-                self.cache.commit(step, None)
-        for one, computed in zip(held, true):
-            one.computed = computed
-        for buffer, slots, old in states:
-            buffer[slots] = old
-        for draft, laws in zip(drafts, beliefs):
-            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
-        return drafts
-
-    def _states(self, held: list["Held"]) -> list[tuple]:
-        """Copies of what linear layers have of some requests: (buffer, slots, content)."""
-        slots, layers = [one.slot for one in held], zip(self.specs, self.cache.buffers)
-        linear = [buffer for spec, own in layers if spec.kind == "linear" for buffer in own]
-        return [(buffer, slots, buffer[slots]) for buffer in linear]  # by a list: copies
-
-    def guess(self, logits: Tensor, rows: list[Row]) -> tuple[list, list]:
-        """An id by each row of logits (R, V), and what it was drawn from: None, if certain."""
-        if rows[0].domain != DRAFT:
-            return sample(logits, rows)[0], [None] * len(rows)
-        beliefs, _ = distribution(logits, rows)
-        keys = [noise_key(row.seed, row.domain, row.position) for row in rows]
-        return [i if i >= 0 else None for i in draw(beliefs, keys).tolist()], list(beliefs)
-
-    def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
-        """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
-        which of the target's there are."""
-        ids = torch.arange(count, device=self.device)
-        if count != vocab or "d2t" in take.left:
-            ids = ids + take("d2t", (count,), torch.int64)
-        if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
-            raise ValueError(f"d2t does not lead to {count} different ids below {vocab}")
-        if "t2d" in take.left:
-            known = take("t2d", (vocab,), torch.bool)
-            if known.sum() != count or not known[ids].all():
-                raise ValueError("t2d does not mark the ids that d2t leads to")
-        return ids
-
-
-@dataclass(eq=False)
-class Held:
-    """A request in a drafter's cache."""
-
-    base: int  # its position that is the cache's 0
-    computed: int = 0  # entries in the cache, which hold for as long as the request's tokens do
-    slot: int | None = None
-    features: list[list[Tensor]] = field(default_factory=list)  # learnt, not yet in the cache
-    pending: int = 0  # positions in them
-    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`
-
-    @property
-    def seen(self) -> int:
-        """The position of which nothing is known yet."""
-        return self.base + self.computed + self.pending
-
-
-class Chained(Cached):
-    """Guesses from what the target computed (EAGLE, Li et al. 2401.15077; MTP, 2412.19437).
-
-    Entry i of its cache is made of the target's features at position i and of token i + 1, and
-    tells of token i + 2. Then it goes on by itself: from its own output and its own guess. What
-    these leave in the cache is written again by true ones in the next round.
-
-        position     ..   s - 1     s       s + 1         tokens up to s are known, and the
-        feature      ..   target's  own     own           target's features up to s - 1
-        token        ..   x_s       guess 1 guess 2
-        tells of     ..   guess 1   guess 2 guess 3
-
-    A subclass says what it reads of the target (`taps`, `hidden`), and has
-
-        fuse(features) -> (n, D)             the target's features as the head reads them
-        run(features, tokens, step) -> (T, D) to go on from, (T, E) to score
-        score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
-    """
-
-    def keep(self, requests):
-        super().keep(requests)
-        for request, held in self.held.items():
-            if held.pending > self.CHUNK:
-                self._catch_up([request], leave=1)  # a row must be left to guess from
-
-    def most_for(self, request):
-        held = self.held.get(request)
-        ready = held is not None and held.pending and held.seen == len(request.tokens) - 1
-        return self.most if ready else 0
-
-    def _catch_up(self, requests: list, leave: int = 0) -> tuple[Tensor, Tensor]:
-        """Put what was learnt into the cache, but for the last rows of each request that are to
-        be left: of the last row that is computed of each what `run` gives."""
-        work, features = [], []
-        for request in requests:
-            held = self.held[request]
-            n, first = held.pending - leave, held.base + held.computed + 1
-            assert first + n <= len(request.tokens), "a feature whose next token is not known"
-            parts = [torch.cat(part) for part in zip(*held.features)]
-            features.append([part[:n] for part in parts])
-            held.features = [[part[n:].clone() for part in parts]] if leave else []
-            held.pending = leave
-            work.append((held, request.tokens[first : first + n]))
-        step = self.prepare(work)
-        fused = self.fuse([torch.cat(part) for part in zip(*features)])
-        state, x = self.run(fused, step.tokens, step)
-        self.cache.commit(step, None)
-        return state[step.sample_rows], x[step.sample_rows]
-
-
-class DraftModel(Cached):
-    """A smaller model of the same vocabulary goes ahead (Leviathan et al. 2211.17192, Chen et al.
-    2302.01318). It needs nothing of the target: it reads the tokens, a prompt in parts of `CHUNK`
-    while the target computes its own.
-
-        row          x_s - 1   x_s       guess 1   guess 2      tokens up to x_s are known
-        tells of     (x_s)     guess 1   guess 2   guess 3
-        passes       unread tokens: one  one       one
-
-    What it has computed of a guess that came true stays; linear layers, whose states are put
-    back, read it again.
-    """
-
-    name = "draft"
-    CHUNK = 512  # rows a round, of all requests together, that it reads without being asked
-    NEAR = 16  # tokens behind with which it is asked: they take about as long as one
-
-    def __init__(self, target: Model, model: Model):
-        super().__init__(target, model.config.specs)
-        self.model = model
-
-    def slot_bytes(self, max_len):
-        return super().slot_bytes(min(max_len, self.model.config.positions))
-
-    def open(self, slots, max_len):
-        self.longest = min(max_len, self.model.config.positions)  # tokens that it can read
-        super().open(slots, self.longest)
-
-    def keep(self, requests):
-        super().keep([r for r in requests if len(r.tokens) <= self.longest])
-        work, room = [], self.CHUNK
-        for request in requests:
-            if len(request.tokens) > self.longest or (held := self.hold(request)) is None:
-                continue
-            ids = self._unread(request)[:-1]  # the last one is what it guesses from
-            if len(ids) >= self.NEAR and room:
-                work.append((held, ids[:room]))
-                room -= len(work[-1][1])
-        if work:
-            self._read(work)
-
-    def most_for(self, request):
-        unread = len(self._unread(request)) if request in self.held else 0
-        return self.most if 0 < unread <= self.NEAR else 0  # 0: it waited since it was guessed for
-
-    def _unread(self, request) -> list[int]:
-        """Tokens that are not in the cache: guesses that came true are. The last never counts."""
-        held = self.held[request]
-        held.computed += agreed(held.guesses, request.tokens[held.computed : -1])
-        held.guesses = []
-        return request.tokens[held.computed :]
-
-    def _catch_up(self, requests):
-        return self._read([(self.held[request], self._unread(request)) for request in requests])
-
-    @torch.inference_mode()  # `keep` may come between two steps
-    def _read(self, work):
-        step = self.prepare(work)
-        hidden, _ = self.run(None, step.tokens, step)
-        self.cache.commit(step, None)
-        return hidden[step.sample_rows], hidden[step.sample_rows]
-
-    def run(self, state, tokens, step):
-        tokens = tokens.clamp(max=self.model.config.vocab - 1)  # it may have fewer ids
-        x, _ = self.model(tokens, step.positions, step)
-        return x, x
-
-    def score(self, x):
-        """Ids that only one of the two has are never guessed."""
-        logits, vocab = self.model.logits(x), self.target.config.vocab
-        missing = max(vocab - logits.shape[1], 0)
-        return F.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
-
-    def propose(self, requests, counts, rows):
-        drafts = super().propose(requests, counts, rows)
-        if all(spec.kind != "linear" for spec in self.specs):
-            for request, draft in zip(requests, drafts):
-                self.held[request].guesses = draft.ids[:-1]  # of the last there is no row
-        return drafts
-
-
-class Linear(Chained):
-    """A head that was solved for, not trained (ridge regression, Hoerl & Kennard 1970): a matrix
-    that leads from the target's hidden state to its next one, and the target's own head says which
-    token that means.
-
-        hidden state (E,) at position i   |
-                                          | features (F,) -> matrix -> hidden state at i + 1,
-        embedding (E,) of token i + 1     |                            which tells of token i + 2
-
-    The features are both, normed, a 1, and random sums of them behind a ReLU: what is solved for
-    stays linear in them. An entry is made of nothing but its own position, so the cache is empty.
-    Of the vocabulary it knows the ids of the texts that it was fitted on.
-
-    parts  random (U, 2E + 1), matrix (E, F), ids (N,), rising: what `fit` makes and a file has
-    """
-
-    name, hidden = "linear", True
-
-    def __init__(self, target: Model, parts: dict[str, Tensor], rows: Tensor | None = None):
-        """rows (N, E): those of the target's head for the ids, where its embedding has them not."""
-        super().__init__(target, ())
-        self.parts = parts
-        self.ids = parts["ids"].to(self.device)
-        self.random = parts["random"].to(self.device)
-        self.matrix = kernels.pack(parts["matrix"].to(self.device, self.dtype))
-        if target.config.tied:
-            rows = target.embedding[self.ids]
-        self.head = None if rows is None else kernels.pack(rows.to(self.device, self.dtype))
-
-    def fuse(self, features):
-        return features[-1]
-
-    def run(self, features, tokens, step):
-        seen = mixed(features, self.target.embedding[tokens], self.random)
-        x = kernels.linear(seen.to(self.dtype), self.matrix)
-        return x, x
-
-    def score(self, x):
-        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
-        whole = self.head is None  # then the target's head says more than is asked
-        known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
-        logits[:, self.ids] = known
-        return logits
-
-    def save(self, path: str, **said: str):
-        """Write a file of it, and what is said of it. OSError: that cannot be."""
-        about = {"width": self.target.config.width, "vocab": self.target.config.vocab, **said}
-        data = safetensors.torch.save(self.parts, {"octavo": json.dumps(about)})
-        Path(path).write_bytes(data)
-
-    @classmethod
-    def load(cls, path: str, target: Model, checkpoint: Checkpoint) -> "Linear":
-        """One that was saved. ValueError, one sentence, if it is none or for another target."""
-        refusal = f"speculative linear:{path}"
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get("octavo", "{}"))
-                parts = {name: file.get_tensor(name) for name in file.keys()}
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise ValueError(f"{refusal}: no safetensors file that can be read ({error})") from None
-        E, V = target.config.width, target.config.vocab
-        for what, ours in (("width", E), ("vocab", V), ("model", checkpoint.name)):
-            if about.get(what) != ours:
-                its = about.get(what, "none")
-                raise ValueError(f"{refusal}: it was fitted for {what} {its}, the model has {ours}")
-        if missing := {"random", "matrix", "ids"} - set(parts):
-            raise ValueError(f"{refusal}: it has no tensor {min(missing)!r}")
-        U, N = len(parts["random"]), len(parts["ids"])
-        wanted = {"random": (U, 2 * E + 1), "matrix": (E, 2 * E + 1 + U), "ids": (N,)}
-        for name, shape in wanted.items():
-            if tuple(parts[name].shape) != shape:
-                raise ValueError(f"{refusal}: {name} is {tuple(parts[name].shape)}, not {shape}")
-        ids = parts["ids"]
-        if ids.dtype != torch.int64 or not N or ids.min() < 0 or ids.max() >= V:
-            raise ValueError(f"{refusal}: its ids are not integers from 0 to {V - 1}")
-        tied = target.config.tied
-        return cls(target, parts, None if tied else checkpoint.tensors["lm_head.weight"][ids])
-
-
-def mixed(hidden: Tensor, embedded: Tensor, random: Tensor) -> Tensor:
-    """The features (T, F) of hidden states and embeddings (T, E), in float32."""
-    parts = [
-        x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        for x in (hidden, embedded)
-    ]
-    both = torch.cat([*parts, torch.ones_like(parts[0][:, :1])], -1)  # (T, 2E + 1)
-    return torch.cat([both, (both @ random.T).relu()], -1)
-
-
-@dataclass
-class Text:
-    """What a target computed over a text: tokens n + 1, hidden (n, E) of all but the last. From
-    `first` on a token is the target's own."""
-
-    tokens: list[int]
-    hidden: Tensor
-    first: int
-
-
-class Recorder(Drafter):
-    """Guesses nothing, and keeps what the target computes: texts to fit a head on."""
-
-    name, most, hidden = "recorder", 0, True
-
-    def __init__(self):
-        self.seen: dict = {}  # request -> (its first position that is known, hidden states)
-
-    def learn(self, request, start, features):
-        first, hidden = self.seen.get(request, (start, []))
-        if start != first + sum(map(len, hidden)):  # it began again
-            first, hidden = start, []
-        self.seen[request] = first, [*hidden, features[-1]]
-
-    def text(self, request) -> Text:
-        first, hidden = self.seen[request]
-        hidden = torch.cat(hidden)
-        tokens = request.tokens[first : first + len(hidden) + 1]
-        return Text(tokens, hidden, request.prompt_tokens - first)
-
-
-UNITS = 2048  # random features
-PENALTIES = (1e-6, 1e-3, 3e-3, 1e-2, 3e-2)  # times the mean square of a feature
-
-
-def fit(target: Model, texts: list[Text], held: list[Text], units: int | None = None):
-    """The Linear whose matrix gives the least squares over texts, in float64, with the penalty
-    that is best on other texts, `held`: it, and how often its first and second guess is what these
-    go on with (the second where the first is).
-
-    Example: hidden states that each are twice the one before, in one direction: so is the matrix.
-    """
-    E, device = target.config.width, target.embedding.device
-    units = UNITS if units is None else units
-    noise = torch.Generator().manual_seed(0)
-    random = torch.randn(units, 2 * E + 1, generator=noise) / (2 * E) ** 0.5
-    random = random.to(device)
-    width = 2 * E + 1 + units
-    inner = torch.zeros(width, width, dtype=torch.float64, device=device)
-    outer = torch.zeros(width, E, dtype=torch.float64, device=device)
-    for text in texts:
-        embedded = target.embedding[torch.tensor(text.tokens[1:-1], device=device)]
-        seen = mixed(text.hidden[:-1], embedded, random).double()
-        inner += seen.T @ seen
-        outer += seen.T @ text.hidden[1:].double()
-    ids = torch.tensor(sorted({id for text in texts for id in text.tokens}))
-    best = None
-    for penalty in PENALTIES:
-        loaded = inner + penalty * inner.diagonal().mean() * torch.eye(width).to(inner)
-        matrix = torch.cholesky_solve(outer, torch.linalg.cholesky(loaded)).T.float().contiguous()
-        made = Linear(target, {"random": random.cpu(), "matrix": matrix.cpu(), "ids": ids})
-        rates = agreement(made, held)
-        if best is None or rates > best[1]:
-            best = made, rates
-    return best
-
-
-def agreement(head: Linear, texts: list[Text], most: int = 2) -> list[float]:
-    """How often guess 1, .. `most` is what a text goes on with, where the guesses before it are:
-    in the part that is the target's own. The likeliest token is guessed."""
-    tried, right = [0] * most, [0] * most
-    for text in texts:
-        ids = torch.tensor(text.tokens, device=head.device)
-        at = torch.arange(max(text.first - 1, 0), len(ids) - 2, device=head.device)
-        state, tokens = text.hidden[at].to(head.dtype), ids[at + 1]
-        for j in range(most):
-            going = at + 2 + j < len(ids)
-            at, state, tokens = at[going], state[going], tokens[going]
-            if not len(at):
-                break
-            state, x = head.run(state, tokens, None)
-            tokens = head.score(x).argmax(-1)
-            stays = tokens == ids[at + 2 + j]
-            tried[j] += len(at)
-            right[j] += int(stays.sum())
-            at, state, tokens = at[stays], state[stays], tokens[stays]
-    return [r / max(t, 1) for r, t in zip(right, tried)]
-
-
-class Eagle(Chained):
-    """EAGLE-3 (Li et al. 2503.01840): one layer, which sees the target at several depths.
-
-        target's x after three layers -> g = fc([low; mid; high])           (T, D)
-        q, k, v of [norm(embedding of token i + 1); norm(g)]                (T, 2 D)
-        y = g + attention; z = y + mlp(norm(y)); norm(z) -> logits          (T, D) -> (T, Vd)
-
-    z is the g of the row after it, without another fc. The head has Vd of the target's V ids, the
-    common ones: the others are never guessed.
-
-    `eagle_aux_hidden_state_layer_ids` names the layers, in one of two ways. An id is the layer
-    that x enters, so that 2 is after layer 1 (counted from 0); but in a list that begins with 1,
-    as NVIDIA's do, it is the layer that x leaves.
-    """
-
-    name = "eagle"
-
-    def __init__(self, path: str, target: Model):
-        """path: a folder with config.json and safetensors, or a hub repository of such.
-
-        ValueError: it is no EAGLE-3 head, or one of another target.
-        """
-        fields, tensors = models.read(models.find(path)[0])
-        try:
-            self._load(*eagle_layer(fields, tensors), target)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}")
-        except (TypeError, AttributeError) as error:  # a field of another shape
-            raise ValueError(f"{path}: config.json is malformed: {error!r}")
-
-    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
-        config = Config.from_hf(fields)
-        super().__init__(target, config.specs)
-        D, wide, V = config.width, target.config.width, config.vocab
-        if V != target.config.vocab:
-            raise ValueError(f"vocab_size {V}, but the target has {target.config.vocab} ids")
-        if kv_cache.positive(fields, "target_hidden_size", wide) != wide:
-            raise ValueError(f"target_hidden_size {fields['target_hidden_size']}, not {wide}")
-        self.taps = eagle_taps(fields, len(target.layers))
-        self.eps, parts = config.eps, len(self.taps)
-        take = models.Take(tensors, self.device, self.dtype)
-        # the two ways of norming what the fc reads: each part by itself, or all together
-        apart, whole = kv_cache.flag(fields, "fc_norm"), kv_cache.flag(fields, "norm_before_fc")
-        if apart and whole:
-            raise ValueError("fc_norm and norm_before_fc: only one of them can hold")
-        names = [f"fc_norm.{i}.weight" for i in range(parts)]
-        self.part_norms = [take(name, (wide,)) for name in names] if apart else []
-        self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
-        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
-            raise ValueError(
-                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
-                f" layers of the target have {parts * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
-        self.embedding = target.embedding
-        if "embed_tokens.weight" in tensors:
-            self.embedding = take("embed_tokens.weight", (V, D))
-        elif wide != D:
-            raise ValueError(f"no embed_tokens, and the target's is {wide} wide, not {D}")
-        layer = "model.layers.0."
-        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        self.token_norm, self.hidden_norm, self.mlp_norm = (
-            take.norm(layer + name, D, config) for name in norms
-        )
-        self.attention = models.Attention(take, 0, config, 2 * D)
-        self.mlp = models.MLP(take, layer + "mlp.", config)
-        self.norm = take.norm("norm", D, config)
-        self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
-        self.head, _ = take.linear(["lm_head"], (len(self.ids),), D, False)
-        take.finish()
-        self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
-        self.normed_output = kv_cache.flag(fields, "norm_output")
-        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.frequencies = frequencies.to(self.device)
-
-    def fuse(self, features):
-        if self.part_norms:
-            pairs = zip(features, self.part_norms)
-            features = [kernels.rms_norm(x, weight, self.eps) for x, weight in pairs]
-        x = torch.cat(features, -1)
-        if self.whole_norm is not None:
-            x = kernels.rms_norm(x, self.whole_norm, self.eps)
-        return kernels.linear(x, self.fc)
-
-    def run(self, features, tokens, step):
-        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
-        token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
-        hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
-        mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
-        x = hidden if self.normed_residual else features
-        x, normed = kernels.add_norm(x, mixed, self.mlp_norm, self.eps)
-        x, normed = kernels.add_norm(x, self.mlp(normed), self.norm, self.eps)
-        return normed if self.normed_output else x, normed
-
-    def score(self, x):
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
-
-
-EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
-
-
-def eagle_layer(config: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """The fields of an EAGLE-3 head, its layer's among them, and its tensors by the names that the
-    layers here read. Those published differ in both: midlayer.* or layers.0.*, and the fields of
-    the layer apart or not. ValueError: it is something else."""
-    named = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-        named["model." + short if short.startswith("layers.") else short] = tensor
-    if len(named) < len(tensors):
-        raise ValueError("tensors of the same layer by two names")
-    fields = dict(config)
-    if "speculators_model_type" in config:
-        fields = {"norm_before_residual": True, **config}
-        fields |= config.get("transformer_layer_config") or {}
-    _refuse_eagle(config, fields, named)
-    return fields, named
-
-
-def _refuse_eagle(config: dict, fields: dict, tensors: dict[str, Tensor]):
-    """What is not EAGLE-3, by its name."""
-    kind, made = config.get("speculators_model_type"), config.get("architectures") or []
-    said = f"{kind} {made} {config.get('model_type')}".lower()
-    if "peagle" in said or "mask_hidden" in tensors or config.get("parallel_drafting"):
-        raise ValueError("a P-EAGLE head, which guesses all at once from masks; EAGLE-3 is read")
-    third = "eagle3" in said or "draft_vocab_size" in config
-    if not third and "model.layers.0.hidden_norm.weight" not in tensors:
-        if "eagle" in said or ("fc.weight" in tensors and "hidden_norm.weight" not in tensors):
-            raise ValueError("an EAGLE-1 or EAGLE-2 head, of the last layer alone; EAGLE-3 is read")
-        raise ValueError(f"architectures {made}: not an EAGLE-3 head")
-    if fields.get("model_type") not in EAGLE_LAYERS:
-        raise ValueError(
-            f"model_type {fields.get('model_type')!r} of its layer is not one of"
-            f" {', '.join(EAGLE_LAYERS)}"
-        )
-    if kv_cache.positive(fields, "num_hidden_layers", 1) != 1:
-        raise ValueError(f"num_hidden_layers {fields['num_hidden_layers']}: EAGLE-3 has one")
-    if not kv_cache.flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
-        raise ValueError("use_aux_hidden_state false: it reads the last layer alone")
-
-
-def eagle_taps(config: dict, count: int) -> tuple[int, ...]:
-    """The layers of a target of so many after which the head reads, from 0: see `Eagle`.
-
-    Example: none said, 36 layers: it enters 2, 18 and 33, so after 1, 17 and 32.
-    """
-    field = "eagle_aux_hidden_state_layer_ids"
-    ids = config.get(field) or (config.get("eagle_config") or {}).get(field)
-    why = f"{field} {ids}"
-    if not ids:
-        ids = [2, count // 2, count - 3]
-        why = f"no {field}, so {ids}"
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ValueError(f"{why}: not a list of layers")
-    taps = [i if ids[0] == 1 else i - 1 for i in ids]
-    if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
-        raise ValueError(f"{why}: not ascending, of the target's {count} layers")
-    return tuple(taps)
-
-
-class MTP(Chained):
-    """The head that some checkpoints bring, trained with the model (multi-token prediction,
-    DeepSeek-AI 2412.19437): of the target's final hidden state at position i and of token i + 1
-    one more layer, of the target's own attending kind, makes the hidden state at i + 1, or what
-    it takes for it. The target's embedding and head are used with it.
-
-        fc [norm(embedding of token i + 1) ; norm(hidden i)] -> layer -> norm -> hidden, logits
-
-    It turns keys by position i, at which the layer's own norm, attention and MLP see the pair.
-    What it goes on from is its own hidden state after the last norm, for the target's was normed.
-    (vLLM makes DeepSeek's embedding at position 0 zero. That is not done here.)
-
-    ValueError: the checkpoint has no such head, lacks a part of it, or has more than one layer.
-    """
-
-    name, hidden = "mtp", True
-
-    def __init__(self, target: Model, checkpoint: Checkpoint):
-        config, tensors = target.config, checkpoint.tensors
-        names, spec = head_names(config, tensors), draft_spec(config)
-        router = f"{names[LAYER]}mlp.gate.", f"{names[LAYER]}mlp.experts."
-        routed = any(name.startswith(router) for name in tensors)
-        self.config = replace(
-            config, specs=(spec,), rope_of=(0,), expert_layers=(0,) if routed else ()
-        )
-        super().__init__(target, self.config.specs)
-        self.embedding, self.head = target.embedding, target.head
-        own = head_tensors(self.config, names, tensors)
-        take, E = models.Take(own, self.device, self.dtype), config.width
-        self.embedding_norm, self.hidden_norm, self.norm = (
-            take.norm(name, E, config) for name in ("embedding_norm", "hidden_norm", "norm")
-        )
-        self.fc, _ = take.linear(["fc"], (E,), 2 * E, False, plain=True)
-        before, after = (take.norm(LAYER + x, E, config) for x in models.layer_norms(config))
-        mixer = models.MIXERS[spec.kind](take, 0, self.config)
-        mlp = (models.Experts if routed else models.MLP)(take, LAYER + "mlp.", self.config)
-        self.layer = models.Layer(before, mixer, after, mlp)
-        if "embedding.weight" in own:
-            self.embedding = take("embedding.weight", (config.vocab, E))
-        if "head.weight" in own:
-            self.head, _ = take.linear(["head"], (config.vocab,), E, False, plain=True)
-        take.finish()
-
-    def fuse(self, features):
-        return features[0]
-
-    def run(self, features, tokens, step):
-        eps, layer = self.config.eps, self.layer
-        e = kernels.rms_norm(self.embedding[tokens], self.embedding_norm, eps)
-        h = kernels.rms_norm(features, self.hidden_norm, eps)
-        x = kernels.linear(torch.cat((e, h), -1), self.fc)
-        tables = [kernels.rope_tables(step.positions, *turn) for turn in self.target.turns]
-        mixed = layer.mixer(kernels.rms_norm(x, layer.norm, eps), tables, step)
-        x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
-        _, hidden = kernels.add_norm(x, layer.mlp(normed), self.norm, eps)
-        return hidden, hidden
-
-    def score(self, x):
-        return kernels.linear(x, self.head)
-
-
-LAYER = "model.layers.0."  # where the head's layer is for the classes that a model is made of
-DEEPSEEK = {  # of an MTP head -> its name in the checkpoint, after model.layers.N.
-    "fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm",
-    "norm": "shared_head.norm", LAYER: "", "embedding": "embed_tokens", "head": "shared_head.head",
-}  # fmt: skip
-QWEN = {  # the same after mtp.
-    "fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden",
-    "norm": "norm", LAYER: "layers.0.",
-}  # fmt: skip
-TWICE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}  # may be copies
-
-
-def draft_spec(config: Config) -> LayerSpec:
-    """The head's layer keeps what the target's last attention keeps."""
-    return next(spec for spec in config.specs[::-1] if spec.kind != "linear")
-
-
-def head_names(config: Config, tensors: Mapping) -> dict[str, str]:
-    """Part of the MTP head -> what its names begin with in the checkpoint, by the target's kind."""
-    if draft_spec(config).kind in ("latent", "sparse"):
-        prefixes, names = config.ignored, DEEPSEEK
-    elif config.gate:
-        layers = [name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")]
-        prefixes, names = ["mtp."] * max(len(set(layers)), 1), QWEN
-    else:
-        raise ValueError(
-            "mtp: a head of DeepSeek-V3's or Qwen3-Next's kind is needed, and the model is of"
-            " another kind"
-        )
-    if not prefixes:
-        raise ValueError("mtp: the model was made without a head (num_nextn_predict_layers is 0)")
-    if len(prefixes) > 1:
-        raise ValueError(f"mtp: a head of {len(prefixes)} layers is not known, only one of 1")
-    return {part: prefixes[0] + name for part, name in names.items()}
-
-
-def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dict[str, Tensor]:
-    """The MTP head's tensors by its parts' own names; of copies of the target's only those that
-    differ. Each of the checkpoint's is consumed, and has the shape that the config makes it."""
-    E, V = config.width, config.vocab
-    shapes = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (E,))
-    shapes |= {"fc.weight": (E, 2 * E)} | {f"{part}.weight": (V, E) for part in TWICE}
-    shapes |= {n: x for n, x in models.shapes(config).items() if n.startswith(LAYER)}
-    prefix = names["fc"].rpartition(".")[0] + "."
-    left = {name for name in tensors if name.startswith(prefix)}
-    own = {}
-    for name, shape in shapes.items():
-        part = LAYER if name.startswith(LAYER) else name.partition(".")[0]
-        theirs = names.get(part, "") + name.removeprefix(part)
-        if part in TWICE and theirs not in left:
-            continue  # it has none of its own
-        if theirs not in left:
-            raise ValueError(
-                f"the checkpoint has no {theirs}, a part of its MTP head, which many re-uploads lack"
-            )
-        if tuple(tensors[theirs].shape) != shape:
-            found = list(tensors[theirs].shape)
-            raise ValueError(f"{theirs} is {found}, config.json makes it {list(shape)}")
-        left.discard(theirs)
-        if part not in TWICE or not _copied(tensors[theirs], TWICE[part], tensors):
-            own[name] = tensors[theirs]
-    if unknown := sorted(x for x in left if not x.endswith(".rotary_emb.inv_freq")):
-        raise ValueError(f"mtp: {unknown[0]} is not known in a head of this kind")
-    return own
-
-
-def _copied(tensor: Tensor, name: str, tensors: Mapping) -> bool:
-    """Whether a tensor is the target's of that name, or without one its tied embedding."""
-    return torch.equal(tensor, tensors.get(name, tensors[TWICE["embedding"]]))
-
-
-class DFlash(Cached):
-    """A block of guesses from one pass (DFlash, Chen et al. 2602.06036).
-
-    Of each position that the target has computed, its residual stream after some layers makes one
-    fused feature. A draft layer keeps a key and a value of it, and does nothing else with it: this
-    is the context. Then the last token, which the target has yet to compute, and MASKs after it
-    go through the draft's layers as one block. Each of its rows sees the context and, where a
-    layer is not causal, the whole block, and tells of the token at its own position.
-
-        position   ..   s - 1     s     s + 1    s + 2       tokens up to s are known, and the
-        context    ..   target's                             target's features up to s - 1
-        block                     x_s   MASK     MASK
-        tells of                  -     guess 1  guess 2     at once: no guess knows another
-
-    The block's entries lie beyond `computed`, so they are gone after the round. It is run whole,
-    however few guesses are asked for: a shorter one would have other guesses, as its rows see
-    each other, and the end of the text is no end for positions.
-    """
-
-    name, parallel = "dflash", True
-
-    def __init__(self, path: str, target: Model):
-        """path: a folder with config.json and safetensors, or a hub repository of such.
-
-        ValueError: it is no DFlash head, or one of another target.
-        """
-        folder = models.find(path)[0]
-        fields, tensors = models.read(folder)
-        try:
-            if (folder / "mask_embedding.pt").exists():
-                raise ValueError("mask_embedding.pt is a pickle, which is not read")
-            self._load(fields, tensors, target)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}")
-
-    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
-        self.config = config = Config.from_hf(fields)
-        super().__init__(target, config.specs)
-        fields = dflash_fields(fields)
-        _refuse_dflash(fields, config, target)
-        self.block, self.mask = _dflash_block(fields, target)
-        self.most = self.block - 1
-        ids = dflash_layers(fields, len(target.layers), len(config.specs))
-        self.taps = tuple(sorted(set(ids)))
-        self.order = [self.taps.index(i) for i in ids]
-        self.scale = kv_cache.number(fields, "input_embedding_scale", 1.0)
-        take = models.Take(
-            {_dflash_name(x): t for x, t in tensors.items()}, self.device, self.dtype
-        )
-        E, V, wide = config.width, target.config.vocab, target.config.width
-        if "fc.weight" in take.left and take.tensors["fc.weight"].shape[-1] != len(ids) * wide:
-            raise ValueError(
-                f"fc.weight reads {take.tensors['fc.weight'].shape[-1]} numbers of a token, but"
-                f" {len(ids)} layers of the target have {len(ids) * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (E,), len(ids) * wide, False)
-        self.feature_norm = take("hidden_norm.weight", (E,))
-        causal = dflash_causal(fields, [spec.window for spec in config.specs])
-        self.layers = [BlockLayer(take, i, config, own) for i, own in enumerate(causal)]
-        self.norm = take("norm.weight", (E,))
-        own = {name: f"{name}.weight" in take.left for name in ("embed_tokens", "lm_head")}
-        if E != wide and not all(own.values()):
-            raise ValueError(
-                f"hidden_size {E}, the target's is {wide}: no embed_tokens and lm_head"
-            )
-        self.embedding, self.head = target.embedding, None
-        if own["embed_tokens"]:
-            self.embedding = take("embed_tokens.weight", (V, E))
-        if own["lm_head"]:
-            self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
-            self.head, _ = take.linear(["lm_head"], (len(self.ids),), E, False)
-        take.finish()
-        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.turn = frequencies.to(self.device), factor
-
-    def most_for(self, request):
-        held = self.held.get(request)
-        ready = held is not None and held.seen == len(request.tokens) - 1
-        return self.most if ready else 0
-
-    def keep(self, requests):
-        super().keep(requests)
-        self._catch_up([r for r, held in self.held.items() if held.pending >= self.CHUNK])
-
-    def _catch_up(self, requests: list):
-        """Put what was learnt into the cache: of each position every layer's key and value."""
-        work, features = [], []
-        for request in requests:
-            held = self.held[request]
-            if held.pending:
-                work.append((held, request.tokens[held.seen - held.pending : held.seen]))
-                features += held.features
-                held.features, held.pending = [], 0
-        if not work:
-            return
-        step = self.prepare(work)
-        parts = [torch.cat(part) for part in zip(*features)]  # by layers of the target
-        fused = kernels.linear(torch.cat([parts[i] for i in self.order], -1), self.fc)
-        fused = kernels.rms_norm(fused, self.feature_norm, self.config.eps)  # (T, E)
-        turns = kernels.rope_tables(step.positions, *self.turn)
-        for layer in self.layers:
-            layer.store(fused, turns, step)
-
-    def _run(self, step: Step) -> Tensor:
-        """A block's rows through the layers: (T, E), normed."""
-        turns, eps = kernels.rope_tables(step.positions, *self.turn), self.config.eps
-        x = self.embedding[step.tokens]  # not scaled, even where the target scales it
-        if self.scale != 1:
-            x = x * self.scale
-        norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
-        normed = kernels.rms_norm(x, self.layers[0].norm, eps)
-        for layer, after in zip(self.layers, norms):
-            x, normed = kernels.add_norm(x, layer.attend(normed, turns, step), layer.mlp_norm, eps)
-            x, normed = kernels.add_norm(x, layer.mlp(normed), after, eps)
-        return normed
-
-    def _score(self, x: Tensor) -> Tensor:
-        """x (R, E) -> logits (R, V) of the whole vocabulary, -inf where the head has no id."""
-        if self.head is None:
-            return self.target.logits(x)
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(x), self.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
-
-    def propose(self, requests, counts, rows):
-        self._catch_up(requests)
-        held = [self.held[request] for request in requests]
-        masks = [self.mask] * self.most
-        step = self.prepare([(h, [r.tokens[-1], *masks]) for h, r in zip(held, requests)])
-        x = self._run(step)
-        for one in held:
-            one.computed -= self.block
-        slots = [i * self.block + j for i, n in enumerate(counts) for j in range(1, n + 1)]
-        logits = self._score(x[torch.tensor(slots, device=self.device)])
-        ids, laws = self._settled(logits, requests, counts, rows)
-        drafts, at = [], 0
-        for n in counts:
-            own, law = ids[at : at + n], laws[at : at + n]
-            at += n
-            known = own.index(None) if None in own else n  # logits that are not finite
-            beliefs = torch.stack(law[:known]) if known and law[0] is not None else None
-            drafts.append(Draft(own[:known], beliefs))
-        return drafts
-
-    def _settled(self, logits: Tensor, requests, counts, rows) -> tuple[list, list]:
-        """The guesses of all slots and what they were drawn from, as if one after another.
-
-        A slot's row has the guesses before it in its history, for penalties. So all are drawn at
-        once, again and again, until none changes: then each was drawn after just these. Without
-        penalties this is so the second time at the latest.
-        """
-        ids = logits.argmax(-1).tolist()
-        while True:
-            known, given = ids, []
-            for request, n in zip(requests, counts):
-                own = [id or 0 for id in known[len(given) : len(given) + n]]
-                given += [rows(request, own[:j]) for j in range(n)]
-            ids, laws = self.guess(logits, given)
-            if ids == known:
-                return ids, laws
-
-
-class BlockLayer:
-    """A layer of DFlash: what it keeps of a feature, and what it does to the rows of a block.
-
-    causal: whether a row of the block sees only the rows before it and itself.
-    """
-
-    def __init__(self, take: models.Take, layer: int, config: Config, causal: bool):
-        self.layer, self.eps, self.causal = layer, config.eps, causal
-        spec, E, prefix = config.specs[layer], config.width, f"layers.{layer}."
-        self.dim, inner, shared = spec.dim, config.heads * spec.dim, spec.heads * spec.dim
-        q, k, v, o = (f"{prefix}self_attn.{x}_proj" for x in "qkvo")
-        self.queries, _ = take.linear([q], (inner,), E, False)
-        self.keys_values, _ = take.linear([k, v], (shared, shared), E, False)
-        self.out, _ = take.linear([o], (E,), inner, False)
-        q_norm, k_norm = (take(f"{prefix}self_attn.{x}_norm.weight", (spec.dim,)) for x in "qk")
-        self.q_norm = q_norm.repeat(config.heads, 1)  # (H, D)
-        self.k_norm = k_norm.repeat(spec.heads, 1)  # (G, D)
-        self.norm = take(f"{prefix}input_layernorm.weight", (E,))
-        self.mlp_norm = take(f"{prefix}post_attention_layernorm.weight", (E,))
-        self.mlp = models.MLP(take, f"{prefix}mlp.", config)
-
-    def store(self, features: Tensor, turns: Tensor, step: Step):
-        """Keep keys and values of features (T, E), which are normed already."""
-        step.store(self.layer, *self._keys_values(features, turns))
-
-    def attend(self, x: Tensor, turns: Tensor, step: Step) -> Tensor:
-        """x (T, E), normed -> (T, E)."""
-        q = kernels.linear(x, self.queries).view(len(x), -1, self.dim)
-        q = kernels.rope(kernels.rms_norm(q, self.q_norm, self.eps), turns)
-        o = step.attend(self.layer, q, *self._keys_values(x, turns), causal=self.causal)
-        return kernels.linear(o.reshape(len(x), -1), self.out)
-
-    def _keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = kernels.linear(x, self.keys_values).view(len(x), -1, self.dim).chunk(2, 1)
-        return kernels.rope(kernels.rms_norm(k, self.k_norm, self.eps), turns), v  # (T, G, D)
-
-
-DFLASH_NAMES = {  # how some files call a tensor -> its name here
-    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
-}  # fmt: skip
-DFLASH_FIELDS = {"block_size", "target_layer_ids", "mask_token_id", "causal", "num_target_layers",
-                 "input_embedding_scale", "target_hidden_size"}  # fmt: skip
-DFLASH_PLAIN = {  # field that may be written, if it asks for nothing
-    "attention_bias": False, "is_neox_style": True, "use_swa": False, "attention_sink_bias": False,
-    "attention_value_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None,
-    "swa_window_size": None, "fc_norm": False,
-}  # fmt: skip
-
-
-def _dflash_name(name: str) -> str:
-    for theirs, own in DFLASH_NAMES.items():
-        if name.startswith(theirs):
-            return own + name.removeprefix(theirs)
-    return name
-
-
-def dflash_fields(config: dict) -> dict:
-    """The fields of config.json; those of its dflash_config come first."""
-    own = config.get("dflash_config") or {}
-    if not isinstance(own, dict):
-        raise ValueError(f"dflash_config {own!r} is not an object")
-    if unknown := sorted(own.keys() - DFLASH_FIELDS - DFLASH_PLAIN.keys()):
-        raise ValueError(f"dflash_config: {', '.join(unknown)} is not known of DFlash here")
-    return config | {name: value for name, value in own.items() if value is not None}
-
-
-def _refuse_dflash(fields: dict, config: Config, target: Model):
-    kinds = fields.get("architectures") or ["DFlashDraftModel"]
-    if kinds != ["DFlashDraftModel"]:
-        raise ValueError(f"architectures {kinds} is not DFlashDraftModel")
-    if fields["model_type"] != "qwen3":
-        raise ValueError(f"model_type {fields['model_type']!r} of a DFlash head is not 'qwen3'")
-    for name, value in DFLASH_PLAIN.items():
-        if fields.get(name) not in (None, value):
-            raise ValueError(f"{name} {fields[name]!r} is not known of DFlash here")
-    wanted = {
-        "vocab_size": (config.vocab, target.config.vocab),
-        "num_target_layers": (fields.get("num_target_layers"), len(target.layers)),
-        "target_hidden_size": (fields.get("target_hidden_size"), target.config.width),
-    }
-    for name, (found, own) in wanted.items():
-        if found not in (None, own):
-            raise ValueError(f"{name} {found!r}, but the target has {own}")
-
-
-def _dflash_block(fields: dict, target: Model) -> tuple[int, int]:
-    """Rows of a block, and the id that those after the first one have."""
-    size, mask = kv_cache.positive(fields, "block_size"), fields.get("mask_token_id")
-    if not 2 <= size <= MOST + 1:
-        raise ValueError(f"block_size {size} is not from 2 to {MOST + 1}")
-    last = target.config.vocab - 1
-    if type(mask) is not int or not 0 <= mask <= last:
-        raise ValueError(f"mask_token_id {mask!r} is no id of the target's embedding, 0 to {last}")
-    return size, mask
-
-
-def dflash_layers(fields: dict, count: int, own: int) -> list[int]:
-    """The layers, of a target of `count`, that a head of `own` layers reads, in the order of fc's
-    columns.
-
-    Example: none said, 36 layers and 5 of its own: after 1, 9, 17, 25, 33.
-    """
-    ids = fields.get("target_layer_ids")
-    if ids is None and own == 1:
-        ids = [count // 2]
-    elif ids is None:
-        ids = [round(1 + i * (count - 4) / (own - 1)) for i in range(own)]
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-        raise ValueError(f"target_layer_ids {ids!r} is not a list of layers")
-    if not all(0 <= i < count for i in ids):
-        raise ValueError(f"target_layer_ids {ids}: the target's layers are 0 to {count - 1}")
-    return ids
-
-
-def dflash_causal(fields: dict, windows: list[int]) -> list[bool]:
-    """Which layers are causal within the block: as is said of all, or else those that slide."""
-    named = [name for name in ("causal", "is_causal") if fields.get(name) is not None]
-    said = {kv_cache.flag(fields, name) for name in named}
-    if len(said) > 1:
-        raise ValueError(f"causal {fields['causal']} and is_causal {fields['is_causal']} disagree")
-    if "sliding_attention" in (fields.get("layer_types") or ()) and not any(windows):
-        raise ValueError("layer_types has sliding_attention, but use_sliding_window is not true")
-    if said == {False} and any(windows):
-        raise ValueError(f"sliding_window {max(windows)}: one in both directions is not known here")
-    return [True in said if said else window > 0 for window in windows]
-
-
 # ---------------------------------------------------------------- when it pays
 
 
@@ -1641,6 +606,1056 @@ PROBE = 64  # rounds without a guess, after which a drafter is asked for one
 
 
 MOST = 64  # guesses a round
+
+
+# ---------------------------------------------------------------- drafters with a cache of their own
+
+
+class Cached(Drafter):
+    """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
+    finds no slot free is not guessed for. A subclass has
+
+        _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
+        run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
+        score(x) -> logits (R, V)            of the target's vocabulary, -inf where it has no id
+    """
+
+    CHUNK = 512  # rows of a request that wait before they are computed without being asked for
+
+    def __init__(self, target: Model, specs: tuple[LayerSpec, ...]):
+        self.target, self.specs = target, specs
+        self.device, self.dtype = target.embedding.device, target.embedding.dtype
+        self.held: dict[object, Held] = {}
+
+    def slot_bytes(self, max_len: int) -> int:
+        return sum(kv_cache.block_bytes(s, max_len + MOST, self.dtype.itemsize) for s in self.specs)
+
+    def open(self, slots: int, max_len: int):
+        self.slots = kv_cache.Slots(slots)
+        self.cache = kv_cache.ContiguousCache(
+            self.specs, slots, max_len + MOST, self.device, self.dtype
+        )
+
+    def hold(self, request, base: int = 0) -> "Held | None":
+        """A request's place, which begins at its position `base`; None: there is none left."""
+        if request not in self.held:
+            held = Held(base)
+            if not self.slots.grow(held, 0):
+                return None
+            self.held[request] = held
+        return self.held[request]
+
+    def drop(self, request):
+        self.slots.release(self.held.pop(request))
+
+    def keep(self, requests):
+        kept = set(requests)
+        for request in [r for r in self.held if r not in kept]:
+            self.drop(request)
+
+    def learn(self, request, start, features):
+        if request in self.held and self.held[request].seen != start:  # some were not for it
+            self.drop(request)
+        held = self.hold(request, start)
+        if held is not None and len(features[0]):
+            held.features.append(features)
+            held.pending += len(features[0])
+
+    def prepare(self, work: list[tuple["Held", list[int]]]) -> Step:
+        """Rows for the next ids of some requests, after what is computed of each; of each the
+        last one is a sample row. Moves `computed` on."""
+        tokens, positions, last, segments = [], [], [], []
+        for held, ids in work:
+            segments.append(Segment(held.slot, len(tokens), len(ids), held.computed))
+            positions += range(held.base + held.computed, held.base + held.computed + len(ids))
+            tokens += ids
+            last.append(len(tokens) - 1)
+            held.computed += len(ids)
+        tensors = [torch.tensor(x, device=self.device) for x in (tokens, positions, last)]
+        return Step(self.cache, *tensors, segments)
+
+    def propose(self, requests, counts, rows):
+        """One pass for each guess, over those that want another. What guesses leave in the cache
+        lies beyond `computed`; linear layers are given their states back."""
+        state, x = self._catch_up(requests)
+        held = [self.held[request] for request in requests]
+        true, states = [one.computed for one in held], self._states(held)
+        drafts = [Draft() for _ in requests]
+        beliefs: list[list] = [[] for _ in requests]
+        going = list(range(len(requests)))  # those that want more
+        while going:
+            these = [rows(requests[i], drafts[i].ids) for i in going]
+            more = []
+            for at, (i, id, law) in enumerate(zip(going, *self.guess(self.score(x), these))):
+                if id is None:  # logits that are not finite
+                    continue
+                drafts[i].ids.append(id)
+                beliefs[i].append(law)
+                if len(drafts[i].ids) < counts[i]:
+                    more.append(at)
+            going = [going[at] for at in more]
+            if going:
+                step = self.prepare([(held[i], drafts[i].ids[-1:]) for i in going])
+                state, x = self.run(state[more], step.tokens, step)
+                self.cache.commit(step, None)
+        for one, computed in zip(held, true):
+            one.computed = computed
+        for buffer, slots, old in states:
+            buffer[slots] = old
+        for draft, laws in zip(drafts, beliefs):
+            draft.beliefs = torch.stack(laws) if laws and laws[0] is not None else None
+        return drafts
+
+    def _states(self, held: list["Held"]) -> list[tuple]:
+        """Copies of what linear layers have of some requests: (buffer, slots, content)."""
+        slots, layers = [one.slot for one in held], zip(self.specs, self.cache.buffers)
+        linear = [buffer for spec, own in layers if spec.kind == "linear" for buffer in own]
+        return [(buffer, slots, buffer[slots]) for buffer in linear]  # by a list: copies
+
+    def guess(self, logits: Tensor, rows: list[Row]) -> tuple[list, list]:
+        """An id by each row of logits (R, V), and what it was drawn from: None, if certain."""
+        if rows[0].domain != DRAFT:
+            return sample(logits, rows)[0], [None] * len(rows)
+        beliefs, _ = distribution(logits, rows)
+        keys = [noise_key(row.seed, row.domain, row.position) for row in rows]
+        return [i if i >= 0 else None for i in draw(beliefs, keys).tolist()], list(beliefs)
+
+    def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
+        """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
+        which of the target's there are."""
+        ids = torch.arange(count, device=self.device)
+        if count != vocab or "d2t" in take.left:
+            ids = ids + take("d2t", (count,), torch.int64)
+        if ids.min() < 0 or ids.max() >= vocab or len(ids.unique()) < count:
+            raise ValueError(f"d2t does not lead to {count} different ids below {vocab}")
+        if "t2d" in take.left:
+            known = take("t2d", (vocab,), torch.bool)
+            if known.sum() != count or not known[ids].all():
+                raise ValueError("t2d does not mark the ids that d2t leads to")
+        return ids
+
+
+@dataclass(eq=False)
+class Held:
+    """A request in a drafter's cache."""
+
+    base: int  # its position that is the cache's 0
+    computed: int = 0  # entries in the cache, which hold for as long as the request's tokens do
+    slot: int | None = None
+    features: list[list[Tensor]] = field(default_factory=list)  # learnt, not yet in the cache
+    pending: int = 0  # positions in them
+    guesses: list[int] = field(default_factory=list)  # in the cache after `computed`
+
+    @property
+    def seen(self) -> int:
+        """The position of which nothing is known yet."""
+        return self.base + self.computed + self.pending
+
+
+class Chained(Cached):
+    """Guesses from what the target computed (EAGLE, Li et al. 2401.15077; MTP, 2412.19437).
+
+    Entry i of its cache is made of the target's features at position i and of token i + 1, and
+    tells of token i + 2. Then it goes on by itself: from its own output and its own guess. What
+    these leave in the cache is written again by true ones in the next round.
+
+        position     ..   s - 1     s       s + 1         tokens up to s are known, and the
+        feature      ..   target's  own     own           target's features up to s - 1
+        token        ..   x_s       guess 1 guess 2
+        tells of     ..   guess 1   guess 2 guess 3
+
+    A subclass says what it reads of the target (`taps`, `hidden`), and has
+
+        fuse(features) -> (n, D)             the target's features as the head reads them
+        run(features, tokens, step) -> (T, D) to go on from, (T, E) to score
+        score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
+    """
+
+    def keep(self, requests):
+        super().keep(requests)
+        for request, held in self.held.items():
+            if held.pending > self.CHUNK:
+                self._catch_up([request], leave=1)  # a row must be left to guess from
+
+    def most_for(self, request):
+        held = self.held.get(request)
+        ready = held is not None and held.pending and held.seen == len(request.tokens) - 1
+        return self.most if ready else 0
+
+    def _catch_up(self, requests: list, leave: int = 0) -> tuple[Tensor, Tensor]:
+        """Put what was learnt into the cache, but for the last rows of each request that are to
+        be left: of the last row that is computed of each what `run` gives."""
+        work, features = [], []
+        for request in requests:
+            held = self.held[request]
+            n, first = held.pending - leave, held.base + held.computed + 1
+            assert first + n <= len(request.tokens), "a feature whose next token is not known"
+            parts = [torch.cat(part) for part in zip(*held.features)]
+            features.append([part[:n] for part in parts])
+            held.features = [[part[n:].clone() for part in parts]] if leave else []
+            held.pending = leave
+            work.append((held, request.tokens[first : first + n]))
+        step = self.prepare(work)
+        fused = self.fuse([torch.cat(part) for part in zip(*features)])
+        state, x = self.run(fused, step.tokens, step)
+        self.cache.commit(step, None)
+        return state[step.sample_rows], x[step.sample_rows]
+
+
+class DraftModel(Cached):
+    """A smaller model of the same vocabulary goes ahead (Leviathan et al. 2211.17192, Chen et al.
+    2302.01318). It needs nothing of the target: it reads the tokens, a prompt in parts of `CHUNK`
+    while the target computes its own.
+
+        row          x_s - 1   x_s       guess 1   guess 2      tokens up to x_s are known
+        tells of     (x_s)     guess 1   guess 2   guess 3
+        passes       unread tokens: one  one       one
+
+    What it has computed of a guess that came true stays; linear layers, whose states are put
+    back, read it again.
+    """
+
+    name = "draft"
+    CHUNK = 512  # rows a round, of all requests together, that it reads without being asked
+    NEAR = 16  # tokens behind with which it is asked: they take about as long as one
+
+    def __init__(self, target: Model, model: Model):
+        super().__init__(target, model.config.specs)
+        self.model = model
+
+    def slot_bytes(self, max_len):
+        return super().slot_bytes(min(max_len, self.model.config.positions))
+
+    def open(self, slots, max_len):
+        self.longest = min(max_len, self.model.config.positions)  # tokens that it can read
+        super().open(slots, self.longest)
+
+    def keep(self, requests):
+        super().keep([r for r in requests if len(r.tokens) <= self.longest])
+        work, room = [], self.CHUNK
+        for request in requests:
+            if len(request.tokens) > self.longest or (held := self.hold(request)) is None:
+                continue
+            ids = self._unread(request)[:-1]  # the last one is what it guesses from
+            if len(ids) >= self.NEAR and room:
+                work.append((held, ids[:room]))
+                room -= len(work[-1][1])
+        if work:
+            self._read(work)
+
+    def most_for(self, request):
+        unread = len(self._unread(request)) if request in self.held else 0
+        return self.most if 0 < unread <= self.NEAR else 0  # 0: it waited since it was guessed for
+
+    def _unread(self, request) -> list[int]:
+        """Tokens that are not in the cache: guesses that came true are. The last never counts."""
+        held = self.held[request]
+        held.computed += agreed(held.guesses, request.tokens[held.computed : -1])
+        held.guesses = []
+        return request.tokens[held.computed :]
+
+    def _catch_up(self, requests):
+        return self._read([(self.held[request], self._unread(request)) for request in requests])
+
+    @torch.inference_mode()  # `keep` may come between two steps
+    def _read(self, work):
+        step = self.prepare(work)
+        hidden, _ = self.run(None, step.tokens, step)
+        self.cache.commit(step, None)
+        return hidden[step.sample_rows], hidden[step.sample_rows]
+
+    def run(self, state, tokens, step):
+        tokens = tokens.clamp(max=self.model.config.vocab - 1)  # it may have fewer ids
+        x, _ = self.model(tokens, step.positions, step)
+        return x, x
+
+    def score(self, x):
+        """Ids that only one of the two has are never guessed."""
+        logits, vocab = self.model.logits(x), self.target.config.vocab
+        missing = max(vocab - logits.shape[1], 0)
+        return F.pad(logits[:, :vocab], (0, missing), value=-torch.inf)
+
+    def propose(self, requests, counts, rows):
+        drafts = super().propose(requests, counts, rows)
+        if all(spec.kind != "linear" for spec in self.specs):
+            for request, draft in zip(requests, drafts):
+                self.held[request].guesses = draft.ids[:-1]  # of the last there is no row
+        return drafts
+
+
+# ---------------------------------------------------------------- MTP: a head that comes with the target
+
+
+class MTP(Chained):
+    """The head that some checkpoints bring, trained with the model (multi-token prediction,
+    DeepSeek-AI 2412.19437): of the target's final hidden state at position i and of token i + 1
+    one more layer, of the target's own attending kind, makes the hidden state at i + 1, or what
+    it takes for it. The target's embedding and head are used with it.
+
+        fc [norm(embedding of token i + 1) ; norm(hidden i)] -> layer -> norm -> hidden, logits
+
+    It turns keys by position i, at which the layer's own norm, attention and MLP see the pair.
+    What it goes on from is its own hidden state after the last norm, for the target's was normed.
+    (vLLM makes DeepSeek's embedding at position 0 zero. That is not done here.)
+
+    ValueError: the checkpoint has no such head, lacks a part of it, or has more than one layer.
+    """
+
+    name, hidden = "mtp", True
+
+    def __init__(self, target: Model, checkpoint: Checkpoint):
+        config, tensors = target.config, checkpoint.tensors
+        names, spec = head_names(config, tensors), draft_spec(config)
+        router = f"{names[LAYER]}mlp.gate.", f"{names[LAYER]}mlp.experts."
+        routed = any(name.startswith(router) for name in tensors)
+        self.config = replace(
+            config, specs=(spec,), rope_of=(0,), expert_layers=(0,) if routed else ()
+        )
+        super().__init__(target, self.config.specs)
+        self.embedding, self.head = target.embedding, target.head
+        own = head_tensors(self.config, names, tensors)
+        take, E = models.Take(own, self.device, self.dtype), config.width
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            take.norm(name, E, config) for name in ("embedding_norm", "hidden_norm", "norm")
+        )
+        self.fc, _ = take.linear(["fc"], (E,), 2 * E, False, plain=True)
+        before, after = (take.norm(LAYER + x, E, config) for x in models.layer_norms(config))
+        mixer = models.MIXERS[spec.kind](take, 0, self.config)
+        mlp = (models.Experts if routed else models.MLP)(take, LAYER + "mlp.", self.config)
+        self.layer = models.Layer(before, mixer, after, mlp)
+        if "embedding.weight" in own:
+            self.embedding = take("embedding.weight", (config.vocab, E))
+        if "head.weight" in own:
+            self.head, _ = take.linear(["head"], (config.vocab,), E, False, plain=True)
+        take.finish()
+
+    def fuse(self, features):
+        return features[0]
+
+    def run(self, features, tokens, step):
+        eps, layer = self.config.eps, self.layer
+        e = kernels.rms_norm(self.embedding[tokens], self.embedding_norm, eps)
+        h = kernels.rms_norm(features, self.hidden_norm, eps)
+        x = kernels.linear(torch.cat((e, h), -1), self.fc)
+        tables = [kernels.rope_tables(step.positions, *turn) for turn in self.target.turns]
+        mixed = layer.mixer(kernels.rms_norm(x, layer.norm, eps), tables, step)
+        x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, eps)
+        _, hidden = kernels.add_norm(x, layer.mlp(normed), self.norm, eps)
+        return hidden, hidden
+
+    def score(self, x):
+        return kernels.linear(x, self.head)
+
+
+LAYER = "model.layers.0."  # where the head's layer is for the classes that a model is made of
+DEEPSEEK = {  # of an MTP head -> its name in the checkpoint, after model.layers.N.
+    "fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm",
+    "norm": "shared_head.norm", LAYER: "", "embedding": "embed_tokens", "head": "shared_head.head",
+}  # fmt: skip
+QWEN = {  # the same after mtp.
+    "fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm", LAYER: "layers.0.",
+}  # fmt: skip
+TWICE = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}  # may be copies
+
+
+def draft_spec(config: Config) -> LayerSpec:
+    """The head's layer keeps what the target's last attention keeps."""
+    return next(spec for spec in config.specs[::-1] if spec.kind != "linear")
+
+
+def head_names(config: Config, tensors: Mapping) -> dict[str, str]:
+    """Part of the MTP head -> what its names begin with in the checkpoint, by the target's kind."""
+    if draft_spec(config).kind in ("latent", "sparse"):
+        prefixes, names = config.ignored, DEEPSEEK
+    elif config.gate:
+        layers = [name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")]
+        prefixes, names = ["mtp."] * max(len(set(layers)), 1), QWEN
+    else:
+        raise ValueError(
+            "mtp: a head of DeepSeek-V3's or Qwen3-Next's kind is needed, and the model is of"
+            " another kind"
+        )
+    if not prefixes:
+        raise ValueError("mtp: the model was made without a head (num_nextn_predict_layers is 0)")
+    if len(prefixes) > 1:
+        raise ValueError(f"mtp: a head of {len(prefixes)} layers is not known, only one of 1")
+    return {part: prefixes[0] + name for part, name in names.items()}
+
+
+def head_tensors(config: Config, names: dict[str, str], tensors: Mapping) -> dict[str, Tensor]:
+    """The MTP head's tensors by its parts' own names; of copies of the target's only those that
+    differ. Each of the checkpoint's is consumed, and has the shape that the config makes it."""
+    E, V = config.width, config.vocab
+    shapes = dict.fromkeys(("embedding_norm.weight", "hidden_norm.weight", "norm.weight"), (E,))
+    shapes |= {"fc.weight": (E, 2 * E)} | {f"{part}.weight": (V, E) for part in TWICE}
+    shapes |= {n: x for n, x in models.shapes(config).items() if n.startswith(LAYER)}
+    prefix = names["fc"].rpartition(".")[0] + "."
+    left = {name for name in tensors if name.startswith(prefix)}
+    own = {}
+    for name, shape in shapes.items():
+        part = LAYER if name.startswith(LAYER) else name.partition(".")[0]
+        theirs = names.get(part, "") + name.removeprefix(part)
+        if part in TWICE and theirs not in left:
+            continue  # it has none of its own
+        if theirs not in left:
+            raise ValueError(
+                f"the checkpoint has no {theirs}, a part of its MTP head, which many re-uploads lack"
+            )
+        if tuple(tensors[theirs].shape) != shape:
+            found = list(tensors[theirs].shape)
+            raise ValueError(f"{theirs} is {found}, config.json makes it {list(shape)}")
+        left.discard(theirs)
+        if part not in TWICE or not _copied(tensors[theirs], TWICE[part], tensors):
+            own[name] = tensors[theirs]
+    if unknown := sorted(x for x in left if not x.endswith(".rotary_emb.inv_freq")):
+        raise ValueError(f"mtp: {unknown[0]} is not known in a head of this kind")
+    return own
+
+
+def _copied(tensor: Tensor, name: str, tensors: Mapping) -> bool:
+    """Whether a tensor is the target's of that name, or without one its tied embedding."""
+    return torch.equal(tensor, tensors.get(name, tensors[TWICE["embedding"]]))
+
+
+# ---------------------------------------------------------------- EAGLE-3
+
+
+class Eagle(Chained):
+    """EAGLE-3 (Li et al. 2503.01840): one layer, which sees the target at several depths.
+
+        target's x after three layers -> g = fc([low; mid; high])           (T, D)
+        q, k, v of [norm(embedding of token i + 1); norm(g)]                (T, 2 D)
+        y = g + attention; z = y + mlp(norm(y)); norm(z) -> logits          (T, D) -> (T, Vd)
+
+    z is the g of the row after it, without another fc. The head has Vd of the target's V ids, the
+    common ones: the others are never guessed.
+
+    `eagle_aux_hidden_state_layer_ids` names the layers, in one of two ways. An id is the layer
+    that x enters, so that 2 is after layer 1 (counted from 0); but in a list that begins with 1,
+    as NVIDIA's do, it is the layer that x leaves.
+    """
+
+    name = "eagle"
+
+    def __init__(self, path: str, target: Model):
+        """path: a folder with config.json and safetensors, or a hub repository of such.
+
+        ValueError: it is no EAGLE-3 head, or one of another target.
+        """
+        fields, tensors = models.read(models.find(path)[0])
+        try:
+            self._load(*eagle_layer(fields, tensors), target)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}")
+        except (TypeError, AttributeError) as error:  # a field of another shape
+            raise ValueError(f"{path}: config.json is malformed: {error!r}")
+
+    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
+        config = Config.from_hf(fields)
+        super().__init__(target, config.specs)
+        D, wide, V = config.width, target.config.width, config.vocab
+        if V != target.config.vocab:
+            raise ValueError(f"vocab_size {V}, but the target has {target.config.vocab} ids")
+        if kv_cache.positive(fields, "target_hidden_size", wide) != wide:
+            raise ValueError(f"target_hidden_size {fields['target_hidden_size']}, not {wide}")
+        self.taps = eagle_taps(fields, len(target.layers))
+        self.eps, parts = config.eps, len(self.taps)
+        take = models.Take(tensors, self.device, self.dtype)
+        # the two ways of norming what the fc reads: each part by itself, or all together
+        apart, whole = kv_cache.flag(fields, "fc_norm"), kv_cache.flag(fields, "norm_before_fc")
+        if apart and whole:
+            raise ValueError("fc_norm and norm_before_fc: only one of them can hold")
+        names = [f"fc_norm.{i}.weight" for i in range(parts)]
+        self.part_norms = [take(name, (wide,)) for name in names] if apart else []
+        self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
+        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
+            raise ValueError(
+                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
+                f" layers of the target have {parts * wide}"
+            )
+        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
+        self.embedding = target.embedding
+        if "embed_tokens.weight" in tensors:
+            self.embedding = take("embed_tokens.weight", (V, D))
+        elif wide != D:
+            raise ValueError(f"no embed_tokens, and the target's is {wide} wide, not {D}")
+        layer = "model.layers.0."
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.token_norm, self.hidden_norm, self.mlp_norm = (
+            take.norm(layer + name, D, config) for name in norms
+        )
+        self.attention = models.Attention(take, 0, config, 2 * D)
+        self.mlp = models.MLP(take, layer + "mlp.", config)
+        self.norm = take.norm("norm", D, config)
+        self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
+        self.head, _ = take.linear(["lm_head"], (len(self.ids),), D, False)
+        take.finish()
+        self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
+        self.normed_output = kv_cache.flag(fields, "norm_output")
+        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        self.frequencies = frequencies.to(self.device)
+
+    def fuse(self, features):
+        if self.part_norms:
+            pairs = zip(features, self.part_norms)
+            features = [kernels.rms_norm(x, weight, self.eps) for x, weight in pairs]
+        x = torch.cat(features, -1)
+        if self.whole_norm is not None:
+            x = kernels.rms_norm(x, self.whole_norm, self.eps)
+        return kernels.linear(x, self.fc)
+
+    def run(self, features, tokens, step):
+        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
+        token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
+        hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
+        mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
+        x = hidden if self.normed_residual else features
+        x, normed = kernels.add_norm(x, mixed, self.mlp_norm, self.eps)
+        x, normed = kernels.add_norm(x, self.mlp(normed), self.norm, self.eps)
+        return normed if self.normed_output else x, normed
+
+    def score(self, x):
+        logits = kernels.linear(x, self.head)
+        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+
+EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
+
+
+def eagle_layer(config: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    """The fields of an EAGLE-3 head, its layer's among them, and its tensors by the names that the
+    layers here read. Those published differ in both: midlayer.* or layers.0.*, and the fields of
+    the layer apart or not. ValueError: it is something else."""
+    named = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        named["model." + short if short.startswith("layers.") else short] = tensor
+    if len(named) < len(tensors):
+        raise ValueError("tensors of the same layer by two names")
+    fields = dict(config)
+    if "speculators_model_type" in config:
+        fields = {"norm_before_residual": True, **config}
+        fields |= config.get("transformer_layer_config") or {}
+    _refuse_eagle(config, fields, named)
+    return fields, named
+
+
+def _refuse_eagle(config: dict, fields: dict, tensors: dict[str, Tensor]):
+    """What is not EAGLE-3, by its name."""
+    kind, made = config.get("speculators_model_type"), config.get("architectures") or []
+    said = f"{kind} {made} {config.get('model_type')}".lower()
+    if "peagle" in said or "mask_hidden" in tensors or config.get("parallel_drafting"):
+        raise ValueError("a P-EAGLE head, which guesses all at once from masks; EAGLE-3 is read")
+    third = "eagle3" in said or "draft_vocab_size" in config
+    if not third and "model.layers.0.hidden_norm.weight" not in tensors:
+        if "eagle" in said or ("fc.weight" in tensors and "hidden_norm.weight" not in tensors):
+            raise ValueError("an EAGLE-1 or EAGLE-2 head, of the last layer alone; EAGLE-3 is read")
+        raise ValueError(f"architectures {made}: not an EAGLE-3 head")
+    if fields.get("model_type") not in EAGLE_LAYERS:
+        raise ValueError(
+            f"model_type {fields.get('model_type')!r} of its layer is not one of"
+            f" {', '.join(EAGLE_LAYERS)}"
+        )
+    if kv_cache.positive(fields, "num_hidden_layers", 1) != 1:
+        raise ValueError(f"num_hidden_layers {fields['num_hidden_layers']}: EAGLE-3 has one")
+    if not kv_cache.flag(config.get("eagle_config") or {}, "use_aux_hidden_state", True):
+        raise ValueError("use_aux_hidden_state false: it reads the last layer alone")
+
+
+def eagle_taps(config: dict, count: int) -> tuple[int, ...]:
+    """The layers of a target of so many after which the head reads, from 0: see `Eagle`.
+
+    Example: none said, 36 layers: it enters 2, 18 and 33, so after 1, 17 and 32.
+    """
+    field = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get(field) or (config.get("eagle_config") or {}).get(field)
+    why = f"{field} {ids}"
+    if not ids:
+        ids = [2, count // 2, count - 3]
+        why = f"no {field}, so {ids}"
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ValueError(f"{why}: not a list of layers")
+    taps = [i if ids[0] == 1 else i - 1 for i in ids]
+    if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
+        raise ValueError(f"{why}: not ascending, of the target's {count} layers")
+    return tuple(taps)
+
+
+# ---------------------------------------------------------------- DFlash
+
+
+class DFlash(Cached):
+    """A block of guesses from one pass (DFlash, Chen et al. 2602.06036).
+
+    Of each position that the target has computed, its residual stream after some layers makes one
+    fused feature. A draft layer keeps a key and a value of it, and does nothing else with it: this
+    is the context. Then the last token, which the target has yet to compute, and MASKs after it
+    go through the draft's layers as one block. Each of its rows sees the context and, where a
+    layer is not causal, the whole block, and tells of the token at its own position.
+
+        position   ..   s - 1     s     s + 1    s + 2       tokens up to s are known, and the
+        context    ..   target's                             target's features up to s - 1
+        block                     x_s   MASK     MASK
+        tells of                  -     guess 1  guess 2     at once: no guess knows another
+
+    The block's entries lie beyond `computed`, so they are gone after the round. It is run whole,
+    however few guesses are asked for: a shorter one would have other guesses, as its rows see
+    each other, and the end of the text is no end for positions.
+    """
+
+    name, parallel = "dflash", True
+
+    def __init__(self, path: str, target: Model):
+        """path: a folder with config.json and safetensors, or a hub repository of such.
+
+        ValueError: it is no DFlash head, or one of another target.
+        """
+        folder = models.find(path)[0]
+        fields, tensors = models.read(folder)
+        try:
+            if (folder / "mask_embedding.pt").exists():
+                raise ValueError("mask_embedding.pt is a pickle, which is not read")
+            self._load(fields, tensors, target)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}")
+
+    def _load(self, fields: dict, tensors: dict[str, Tensor], target: Model):
+        self.config = config = Config.from_hf(fields)
+        super().__init__(target, config.specs)
+        fields = dflash_fields(fields)
+        _refuse_dflash(fields, config, target)
+        self.block, self.mask = _dflash_block(fields, target)
+        self.most = self.block - 1
+        ids = dflash_layers(fields, len(target.layers), len(config.specs))
+        self.taps = tuple(sorted(set(ids)))
+        self.order = [self.taps.index(i) for i in ids]
+        self.scale = kv_cache.number(fields, "input_embedding_scale", 1.0)
+        take = models.Take(
+            {_dflash_name(x): t for x, t in tensors.items()}, self.device, self.dtype
+        )
+        E, V, wide = config.width, target.config.vocab, target.config.width
+        if "fc.weight" in take.left and take.tensors["fc.weight"].shape[-1] != len(ids) * wide:
+            raise ValueError(
+                f"fc.weight reads {take.tensors['fc.weight'].shape[-1]} numbers of a token, but"
+                f" {len(ids)} layers of the target have {len(ids) * wide}"
+            )
+        self.fc, _ = take.linear(["fc"], (E,), len(ids) * wide, False)
+        self.feature_norm = take("hidden_norm.weight", (E,))
+        causal = dflash_causal(fields, [spec.window for spec in config.specs])
+        self.layers = [BlockLayer(take, i, config, own) for i, own in enumerate(causal)]
+        self.norm = take("norm.weight", (E,))
+        own = {name: f"{name}.weight" in take.left for name in ("embed_tokens", "lm_head")}
+        if E != wide and not all(own.values()):
+            raise ValueError(
+                f"hidden_size {E}, the target's is {wide}: no embed_tokens and lm_head"
+            )
+        self.embedding, self.head = target.embedding, None
+        if own["embed_tokens"]:
+            self.embedding = take("embed_tokens.weight", (V, E))
+        if own["lm_head"]:
+            self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
+            self.head, _ = take.linear(["lm_head"], (len(self.ids),), E, False)
+        take.finish()
+        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        self.turn = frequencies.to(self.device), factor
+
+    def most_for(self, request):
+        held = self.held.get(request)
+        ready = held is not None and held.seen == len(request.tokens) - 1
+        return self.most if ready else 0
+
+    def keep(self, requests):
+        super().keep(requests)
+        self._catch_up([r for r, held in self.held.items() if held.pending >= self.CHUNK])
+
+    def _catch_up(self, requests: list):
+        """Put what was learnt into the cache: of each position every layer's key and value."""
+        work, features = [], []
+        for request in requests:
+            held = self.held[request]
+            if held.pending:
+                work.append((held, request.tokens[held.seen - held.pending : held.seen]))
+                features += held.features
+                held.features, held.pending = [], 0
+        if not work:
+            return
+        step = self.prepare(work)
+        parts = [torch.cat(part) for part in zip(*features)]  # by layers of the target
+        fused = kernels.linear(torch.cat([parts[i] for i in self.order], -1), self.fc)
+        fused = kernels.rms_norm(fused, self.feature_norm, self.config.eps)  # (T, E)
+        turns = kernels.rope_tables(step.positions, *self.turn)
+        for layer in self.layers:
+            layer.store(fused, turns, step)
+
+    def _run(self, step: Step) -> Tensor:
+        """A block's rows through the layers: (T, E), normed."""
+        turns, eps = kernels.rope_tables(step.positions, *self.turn), self.config.eps
+        x = self.embedding[step.tokens]  # not scaled, even where the target scales it
+        if self.scale != 1:
+            x = x * self.scale
+        norms = [layer.norm for layer in self.layers[1:]] + [self.norm]  # each layer's next one
+        normed = kernels.rms_norm(x, self.layers[0].norm, eps)
+        for layer, after in zip(self.layers, norms):
+            x, normed = kernels.add_norm(x, layer.attend(normed, turns, step), layer.mlp_norm, eps)
+            x, normed = kernels.add_norm(x, layer.mlp(normed), after, eps)
+        return normed
+
+    def _score(self, x: Tensor) -> Tensor:
+        """x (R, E) -> logits (R, V) of the whole vocabulary, -inf where the head has no id."""
+        if self.head is None:
+            return self.target.logits(x)
+        logits = kernels.linear(x, self.head)
+        whole = logits.new_full((len(x), self.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+    def propose(self, requests, counts, rows):
+        self._catch_up(requests)
+        held = [self.held[request] for request in requests]
+        masks = [self.mask] * self.most
+        step = self.prepare([(h, [r.tokens[-1], *masks]) for h, r in zip(held, requests)])
+        x = self._run(step)
+        for one in held:
+            one.computed -= self.block
+        slots = [i * self.block + j for i, n in enumerate(counts) for j in range(1, n + 1)]
+        logits = self._score(x[torch.tensor(slots, device=self.device)])
+        ids, laws = self._settled(logits, requests, counts, rows)
+        drafts, at = [], 0
+        for n in counts:
+            own, law = ids[at : at + n], laws[at : at + n]
+            at += n
+            known = own.index(None) if None in own else n  # logits that are not finite
+            beliefs = torch.stack(law[:known]) if known and law[0] is not None else None
+            drafts.append(Draft(own[:known], beliefs))
+        return drafts
+
+    def _settled(self, logits: Tensor, requests, counts, rows) -> tuple[list, list]:
+        """The guesses of all slots and what they were drawn from, as if one after another.
+
+        A slot's row has the guesses before it in its history, for penalties. So all are drawn at
+        once, again and again, until none changes: then each was drawn after just these. Without
+        penalties this is so the second time at the latest.
+        """
+        ids = logits.argmax(-1).tolist()
+        while True:
+            known, given = ids, []
+            for request, n in zip(requests, counts):
+                own = [id or 0 for id in known[len(given) : len(given) + n]]
+                given += [rows(request, own[:j]) for j in range(n)]
+            ids, laws = self.guess(logits, given)
+            if ids == known:
+                return ids, laws
+
+
+class BlockLayer:
+    """A layer of DFlash: what it keeps of a feature, and what it does to the rows of a block.
+
+    causal: whether a row of the block sees only the rows before it and itself.
+    """
+
+    def __init__(self, take: models.Take, layer: int, config: Config, causal: bool):
+        self.layer, self.eps, self.causal = layer, config.eps, causal
+        spec, E, prefix = config.specs[layer], config.width, f"layers.{layer}."
+        self.dim, inner, shared = spec.dim, config.heads * spec.dim, spec.heads * spec.dim
+        q, k, v, o = (f"{prefix}self_attn.{x}_proj" for x in "qkvo")
+        self.queries, _ = take.linear([q], (inner,), E, False)
+        self.keys_values, _ = take.linear([k, v], (shared, shared), E, False)
+        self.out, _ = take.linear([o], (E,), inner, False)
+        q_norm, k_norm = (take(f"{prefix}self_attn.{x}_norm.weight", (spec.dim,)) for x in "qk")
+        self.q_norm = q_norm.repeat(config.heads, 1)  # (H, D)
+        self.k_norm = k_norm.repeat(spec.heads, 1)  # (G, D)
+        self.norm = take(f"{prefix}input_layernorm.weight", (E,))
+        self.mlp_norm = take(f"{prefix}post_attention_layernorm.weight", (E,))
+        self.mlp = models.MLP(take, f"{prefix}mlp.", config)
+
+    def store(self, features: Tensor, turns: Tensor, step: Step):
+        """Keep keys and values of features (T, E), which are normed already."""
+        step.store(self.layer, *self._keys_values(features, turns))
+
+    def attend(self, x: Tensor, turns: Tensor, step: Step) -> Tensor:
+        """x (T, E), normed -> (T, E)."""
+        q = kernels.linear(x, self.queries).view(len(x), -1, self.dim)
+        q = kernels.rope(kernels.rms_norm(q, self.q_norm, self.eps), turns)
+        o = step.attend(self.layer, q, *self._keys_values(x, turns), causal=self.causal)
+        return kernels.linear(o.reshape(len(x), -1), self.out)
+
+    def _keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = kernels.linear(x, self.keys_values).view(len(x), -1, self.dim).chunk(2, 1)
+        return kernels.rope(kernels.rms_norm(k, self.k_norm, self.eps), turns), v  # (T, G, D)
+
+
+DFLASH_NAMES = {  # how some files call a tensor -> its name here
+    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
+}  # fmt: skip
+DFLASH_FIELDS = {"block_size", "target_layer_ids", "mask_token_id", "causal", "num_target_layers",
+                 "input_embedding_scale", "target_hidden_size"}  # fmt: skip
+DFLASH_PLAIN = {  # field that may be written, if it asks for nothing
+    "attention_bias": False, "is_neox_style": True, "use_swa": False, "attention_sink_bias": False,
+    "attention_value_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None,
+    "swa_window_size": None, "fc_norm": False,
+}  # fmt: skip
+
+
+def _dflash_name(name: str) -> str:
+    for theirs, own in DFLASH_NAMES.items():
+        if name.startswith(theirs):
+            return own + name.removeprefix(theirs)
+    return name
+
+
+def dflash_fields(config: dict) -> dict:
+    """The fields of config.json; those of its dflash_config come first."""
+    own = config.get("dflash_config") or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"dflash_config {own!r} is not an object")
+    if unknown := sorted(own.keys() - DFLASH_FIELDS - DFLASH_PLAIN.keys()):
+        raise ValueError(f"dflash_config: {', '.join(unknown)} is not known of DFlash here")
+    return config | {name: value for name, value in own.items() if value is not None}
+
+
+def _refuse_dflash(fields: dict, config: Config, target: Model):
+    kinds = fields.get("architectures") or ["DFlashDraftModel"]
+    if kinds != ["DFlashDraftModel"]:
+        raise ValueError(f"architectures {kinds} is not DFlashDraftModel")
+    if fields["model_type"] != "qwen3":
+        raise ValueError(f"model_type {fields['model_type']!r} of a DFlash head is not 'qwen3'")
+    for name, value in DFLASH_PLAIN.items():
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{name} {fields[name]!r} is not known of DFlash here")
+    wanted = {
+        "vocab_size": (config.vocab, target.config.vocab),
+        "num_target_layers": (fields.get("num_target_layers"), len(target.layers)),
+        "target_hidden_size": (fields.get("target_hidden_size"), target.config.width),
+    }
+    for name, (found, own) in wanted.items():
+        if found not in (None, own):
+            raise ValueError(f"{name} {found!r}, but the target has {own}")
+
+
+def _dflash_block(fields: dict, target: Model) -> tuple[int, int]:
+    """Rows of a block, and the id that those after the first one have."""
+    size, mask = kv_cache.positive(fields, "block_size"), fields.get("mask_token_id")
+    if not 2 <= size <= MOST + 1:
+        raise ValueError(f"block_size {size} is not from 2 to {MOST + 1}")
+    last = target.config.vocab - 1
+    if type(mask) is not int or not 0 <= mask <= last:
+        raise ValueError(f"mask_token_id {mask!r} is no id of the target's embedding, 0 to {last}")
+    return size, mask
+
+
+def dflash_layers(fields: dict, count: int, own: int) -> list[int]:
+    """The layers, of a target of `count`, that a head of `own` layers reads, in the order of fc's
+    columns.
+
+    Example: none said, 36 layers and 5 of its own: after 1, 9, 17, 25, 33.
+    """
+    ids = fields.get("target_layer_ids")
+    if ids is None and own == 1:
+        ids = [count // 2]
+    elif ids is None:
+        ids = [round(1 + i * (count - 4) / (own - 1)) for i in range(own)]
+    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        raise ValueError(f"target_layer_ids {ids!r} is not a list of layers")
+    if not all(0 <= i < count for i in ids):
+        raise ValueError(f"target_layer_ids {ids}: the target's layers are 0 to {count - 1}")
+    return ids
+
+
+def dflash_causal(fields: dict, windows: list[int]) -> list[bool]:
+    """Which layers are causal within the block: as is said of all, or else those that slide."""
+    named = [name for name in ("causal", "is_causal") if fields.get(name) is not None]
+    said = {kv_cache.flag(fields, name) for name in named}
+    if len(said) > 1:
+        raise ValueError(f"causal {fields['causal']} and is_causal {fields['is_causal']} disagree")
+    if "sliding_attention" in (fields.get("layer_types") or ()) and not any(windows):
+        raise ValueError("layer_types has sliding_attention, but use_sliding_window is not true")
+    if said == {False} and any(windows):
+        raise ValueError(f"sliding_window {max(windows)}: one in both directions is not known here")
+    return [True in said if said else window > 0 for window in windows]
+
+
+# ---------------------------------------------------------------- a linear head, solved for
+
+
+class Linear(Chained):
+    """A head that was solved for, not trained (ridge regression, Hoerl & Kennard 1970): a matrix
+    that leads from the target's hidden state to its next one, and the target's own head says which
+    token that means.
+
+        hidden state (E,) at position i   |
+                                          | features (F,) -> matrix -> hidden state at i + 1,
+        embedding (E,) of token i + 1     |                            which tells of token i + 2
+
+    The features are both, normed, a 1, and random sums of them behind a ReLU: what is solved for
+    stays linear in them. An entry is made of nothing but its own position, so the cache is empty.
+    Of the vocabulary it knows the ids of the texts that it was fitted on.
+
+    parts  random (U, 2E + 1), matrix (E, F), ids (N,), rising: what `fit` makes and a file has
+    """
+
+    name, hidden = "linear", True
+
+    def __init__(self, target: Model, parts: dict[str, Tensor], rows: Tensor | None = None):
+        """rows (N, E): those of the target's head for the ids, where its embedding has them not."""
+        super().__init__(target, ())
+        self.parts = parts
+        self.ids = parts["ids"].to(self.device)
+        self.random = parts["random"].to(self.device)
+        self.matrix = kernels.pack(parts["matrix"].to(self.device, self.dtype))
+        if target.config.tied:
+            rows = target.embedding[self.ids]
+        self.head = None if rows is None else kernels.pack(rows.to(self.device, self.dtype))
+
+    def fuse(self, features):
+        return features[-1]
+
+    def run(self, features, tokens, step):
+        seen = mixed(features, self.target.embedding[tokens], self.random)
+        x = kernels.linear(seen.to(self.dtype), self.matrix)
+        return x, x
+
+    def score(self, x):
+        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
+        whole = self.head is None  # then the target's head says more than is asked
+        known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
+        logits[:, self.ids] = known
+        return logits
+
+    def save(self, path: str, **said: str):
+        """Write a file of it, and what is said of it. OSError: that cannot be."""
+        about = {"width": self.target.config.width, "vocab": self.target.config.vocab, **said}
+        data = safetensors.torch.save(self.parts, {"octavo": json.dumps(about)})
+        Path(path).write_bytes(data)
+
+    @classmethod
+    def load(cls, path: str, target: Model, checkpoint: Checkpoint) -> "Linear":
+        """One that was saved. ValueError, one sentence, if it is none or for another target."""
+        refusal = f"speculative linear:{path}"
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {}).get("octavo", "{}"))
+                parts = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{refusal}: no safetensors file that can be read ({error})") from None
+        E, V = target.config.width, target.config.vocab
+        for what, ours in (("width", E), ("vocab", V), ("model", checkpoint.name)):
+            if about.get(what) != ours:
+                its = about.get(what, "none")
+                raise ValueError(f"{refusal}: it was fitted for {what} {its}, the model has {ours}")
+        if missing := {"random", "matrix", "ids"} - set(parts):
+            raise ValueError(f"{refusal}: it has no tensor {min(missing)!r}")
+        U, N = len(parts["random"]), len(parts["ids"])
+        wanted = {"random": (U, 2 * E + 1), "matrix": (E, 2 * E + 1 + U), "ids": (N,)}
+        for name, shape in wanted.items():
+            if tuple(parts[name].shape) != shape:
+                raise ValueError(f"{refusal}: {name} is {tuple(parts[name].shape)}, not {shape}")
+        ids = parts["ids"]
+        if ids.dtype != torch.int64 or not N or ids.min() < 0 or ids.max() >= V:
+            raise ValueError(f"{refusal}: its ids are not integers from 0 to {V - 1}")
+        tied = target.config.tied
+        return cls(target, parts, None if tied else checkpoint.tensors["lm_head.weight"][ids])
+
+
+def mixed(hidden: Tensor, embedded: Tensor, random: Tensor) -> Tensor:
+    """The features (T, F) of hidden states and embeddings (T, E), in float32."""
+    parts = [
+        x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        for x in (hidden, embedded)
+    ]
+    both = torch.cat([*parts, torch.ones_like(parts[0][:, :1])], -1)  # (T, 2E + 1)
+    return torch.cat([both, (both @ random.T).relu()], -1)
+
+
+@dataclass
+class Text:
+    """What a target computed over a text: tokens n + 1, hidden (n, E) of all but the last. From
+    `first` on a token is the target's own."""
+
+    tokens: list[int]
+    hidden: Tensor
+    first: int
+
+
+class Recorder(Drafter):
+    """Guesses nothing, and keeps what the target computes: texts to fit a head on."""
+
+    name, most, hidden = "recorder", 0, True
+
+    def __init__(self):
+        self.seen: dict = {}  # request -> (its first position that is known, hidden states)
+
+    def learn(self, request, start, features):
+        first, hidden = self.seen.get(request, (start, []))
+        if start != first + sum(map(len, hidden)):  # it began again
+            first, hidden = start, []
+        self.seen[request] = first, [*hidden, features[-1]]
+
+    def text(self, request) -> Text:
+        first, hidden = self.seen[request]
+        hidden = torch.cat(hidden)
+        tokens = request.tokens[first : first + len(hidden) + 1]
+        return Text(tokens, hidden, request.prompt_tokens - first)
+
+
+UNITS = 2048  # random features
+PENALTIES = (1e-6, 1e-3, 3e-3, 1e-2, 3e-2)  # times the mean square of a feature
+
+
+def fit(target: Model, texts: list[Text], held: list[Text], units: int | None = None):
+    """The Linear whose matrix gives the least squares over texts, in float64, with the penalty
+    that is best on other texts, `held`: it, and how often its first and second guess is what these
+    go on with (the second where the first is).
+
+    Example: hidden states that each are twice the one before, in one direction: so is the matrix.
+    """
+    E, device = target.config.width, target.embedding.device
+    units = UNITS if units is None else units
+    noise = torch.Generator().manual_seed(0)
+    random = torch.randn(units, 2 * E + 1, generator=noise) / (2 * E) ** 0.5
+    random = random.to(device)
+    width = 2 * E + 1 + units
+    inner = torch.zeros(width, width, dtype=torch.float64, device=device)
+    outer = torch.zeros(width, E, dtype=torch.float64, device=device)
+    for text in texts:
+        embedded = target.embedding[torch.tensor(text.tokens[1:-1], device=device)]
+        seen = mixed(text.hidden[:-1], embedded, random).double()
+        inner += seen.T @ seen
+        outer += seen.T @ text.hidden[1:].double()
+    ids = torch.tensor(sorted({id for text in texts for id in text.tokens}))
+    best = None
+    for penalty in PENALTIES:
+        loaded = inner + penalty * inner.diagonal().mean() * torch.eye(width).to(inner)
+        matrix = torch.cholesky_solve(outer, torch.linalg.cholesky(loaded)).T.float().contiguous()
+        made = Linear(target, {"random": random.cpu(), "matrix": matrix.cpu(), "ids": ids})
+        rates = agreement(made, held)
+        if best is None or rates > best[1]:
+            best = made, rates
+    return best
+
+
+def agreement(head: Linear, texts: list[Text], most: int = 2) -> list[float]:
+    """How often guess 1, .. `most` is what a text goes on with, where the guesses before it are:
+    in the part that is the target's own. The likeliest token is guessed."""
+    tried, right = [0] * most, [0] * most
+    for text in texts:
+        ids = torch.tensor(text.tokens, device=head.device)
+        at = torch.arange(max(text.first - 1, 0), len(ids) - 2, device=head.device)
+        state, tokens = text.hidden[at].to(head.dtype), ids[at + 1]
+        for j in range(most):
+            going = at + 2 + j < len(ids)
+            at, state, tokens = at[going], state[going], tokens[going]
+            if not len(at):
+                break
+            state, x = head.run(state, tokens, None)
+            tokens = head.score(x).argmax(-1)
+            stays = tokens == ids[at + 2 + j]
+            tried[j] += len(at)
+            right[j] += int(stays.sum())
+            at, state, tokens = at[stays], state[stays], tokens[stays]
+    return [r / max(t, 1) for r, t in zip(right, tried)]
 
 
 # ---------------------------------------------------------------- drafters by name

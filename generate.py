@@ -552,7 +552,7 @@ class Engine:
     @torch.inference_mode()
     def _costs(self) -> "speculative.Costs":
         """Measure how long steps of one request take here, by its rows, and how much longer if
-        these are several requests'."""
+        they are of several requests, and not the same number of each."""
         budget, count = self.scheduler.budget, min(self.scheduler.max_running, 4)
         prompt = min(32, budget, self.max_len // 2)
         params = SamplingParams(seed=0).with_defaults(self.generation)
@@ -561,17 +561,19 @@ class Engine:
             prompt = 1
         most = min(48, budget, self.max_len - prompt)
 
-        def seconds(requests: list[Request], rows: int) -> float:
-            """Endless, if the cache has no room."""
-            for own in requests:
-                own.draft = [0] * (rows - 1)
+        def seconds(*rows: int) -> float:
+            """Of a step of requests with so many rows; endless, if the cache has no room."""
+            plan = list(zip(made, rows))
+            for own, n in plan:
+                own.draft = [0] * (n - 1)
                 self.speculation.drafts[own] = speculative.Draft(own.draft)
-                if not self.manager.grow(own, rows):
+                if not self.manager.grow(own, n):
                     return math.inf
             began = time.perf_counter()
-            self._compute([(own, rows) for own in requests])
+            self._compute(plan)
             return time.perf_counter() - began
 
+        whole, mixed = (8,), (*[1] * (count - 1), 9 - count)
         try:
             with self.on_device:
                 self.manager.grow(made[0], prompt + 1)  # first: the others may fill a small cache
@@ -580,20 +582,18 @@ class Engine:
                     if self.manager.grow(own, prompt):
                         self._compute([(own, prompt)])
                     own.computed = prompt
-                shapes = [(1, n) for n in speculative.SIZES if n <= most]
-                shapes += [(count, 8 // count)] * (most >= 8)
+                shapes = [(n,) for n in speculative.SIZES if n <= most] + [mixed] * (most >= 8)
                 best = dict.fromkeys(shapes, math.inf)
                 for _ in range(4):  # in turns: whatever else goes on hits all alike
-                    for requests, rows in shapes:
-                        took = seconds(made[:requests], rows)
-                        best[requests, rows] = min(best[requests, rows], took)
+                    for shape in shapes:
+                        best[shape] = min(best[shape], seconds(*shape))
         finally:
             self.speculation.drafts.clear()
             for own in made:
                 self.manager.release(own)
-        drafted = max(best.get((count, 8 // count), 0.0) - best.get((1, 8), 0.0), 0.0)
-        points = {rows: s for (requests, rows), s in best.items() if requests == 1 and s < math.inf}
-        return speculative.Costs(points, drafted / max(count - 1, 1) if drafted < math.inf else 0.0)
+        apart = max(best.get(mixed, 0.0) - best.get(whole, 0.0), 0.0)
+        points = {sum(shape): s for shape, s in best.items() if len(shape) == 1 and s < math.inf}
+        return speculative.Costs(points, apart if apart < math.inf else 0.0)
 
     def _jump(self, request: Request):
         """Append what the grammar leaves no choice about; the next step computes all of it."""

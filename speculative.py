@@ -37,6 +37,7 @@ Imports       kernels, kv_cache, model, sample.
 
 import json
 import math
+import operator
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -317,94 +318,126 @@ class Costs:
     """How long a step takes here, by its rows: measured at a few sizes, straight between them,
     and corrected by what steps take since.
 
-    drafted  seconds that each draft costs beside its rows
+    apart  seconds more for each different number of guesses: requests of as many attend together
     """
 
-    def __init__(self, points: dict[int, float], drafted: float = 0.0):
+    def __init__(self, points: dict[int, float], apart: float = 0.0):
         self.rows = sorted(points)
         # One of fewer rows is not slower: what else the machine does only makes steps longer.
         self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]
-        self.drafted = drafted
+        self.apart = apart
         self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
-    def step_s(self, rows: int, drafts: int = 0) -> float:
-        """Example: points 1: 10 ms, 3: 14 ms. A step of 2 rows takes 12 ms."""
-        return self._measured(rows, drafts) * self.off[drafts > 0]
+    def step_s(self, rows: int, parts: int = 0) -> float:
+        """parts: different numbers of guesses that its requests have, 0 apart.
 
-    def _measured(self, rows: int, drafts: int) -> float:
+        Example: points 1: 10 ms, 3: 14 ms. A step of 2 rows takes 12 ms."""
+        return self._measured(rows, parts) * self.off[parts > 0]
+
+    def _measured(self, rows: int, parts: int) -> float:
         x, y = self.rows, self.seconds
         if len(x) == 1:
-            return y[0] * max(rows / x[0], 1) + drafts * self.drafted
+            return y[0] * max(rows / x[0], 1) + parts * self.apart
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return y[i] + slope * (rows - x[i]) + drafts * self.drafted
+        return y[i] + slope * (rows - x[i]) + parts * self.apart
 
-    def saw(self, rows: int, drafts: int, seconds: float):
+    def saw(self, rows: int, parts: int, seconds: float):
         """Such a step took so long. With nothing seen of guesses, both go the same way."""
-        ratio = min(max(seconds / self._measured(rows, drafts), 0.5), 2.0)
-        self.off[drafts > 0] += 0.1 * (ratio - self.off[drafts > 0])
-        if not drafts:
+        ratio = min(max(seconds / self._measured(rows, parts), 0.5), 2.0)
+        self.off[parts > 0] += 0.1 * (ratio - self.off[parts > 0])
+        if not parts:
             self.off[1] += 0.02 * (self.off[0] - self.off[1])
 
 
 class Acceptance:
     """How often a guess was right, given that all before it in its draft were: by the draft's
-    kind and the guess's place. A place with little behind it is like the one before it."""
+    kind and the guess's place. A place with little behind it is like the one before it; and a
+    request is like all others, but for its own luck: right ones of its own, against expected."""
 
     WEIGHT, MEMORY = 4.0, 200.0  # guesses that the prior counts for; after which old ones fade
+    OWN = 32.0  # guesses of a request after which its older ones fade
 
     def __init__(self, prior=lambda kind: 0.5):
         self.prior = prior
         self.tried: dict[tuple[int, int], float] = {}
         self.right: dict[tuple[int, int], float] = {}
+        self.own: dict[object, tuple[float, float]] = {}  # request -> right, and expected
 
-    def count(self, kind: int, right: int, wrong: bool):
+    def count(self, kind: int, right: int, wrong: bool, request=None):
         """The first `right` guesses were right, and the one after them wrong, or none came."""
+        if request is not None:
+            own, expected = self.own.get(request, (0.0, 0.0))
+            fade = 1 - min((right + wrong) / self.OWN, 1)
+            expected = fade * expected + sum(self.rates(kind, right + wrong))
+            self.own[request] = fade * own + right, expected
         for j in range(right + wrong):
             tried = self.tried.get((kind, j), 0.0)
             fade = 1.0 if tried < self.MEMORY else 1 - 1 / self.MEMORY
             self.tried[kind, j] = fade * tried + 1
             self.right[kind, j] = fade * self.right.get((kind, j), 0.0) + (j < right)
 
-    def survival(self, kind: int, most: int) -> list[float]:
-        """The chance that guess 1, 2, ... `most` is accepted with all before it."""
-        chances, chance, rate = [], 1.0, self.prior(kind)
+    def rates(self, kind: int, most: int) -> list[float]:
+        """Of anyone's guesses 1, 2, ... `most`, each given that those before it were right."""
+        rates, rate = [], self.prior(kind)
         for j in range(most):
             tried, right = (x.get((kind, j), 0.0) for x in (self.tried, self.right))
             rate = (right + self.WEIGHT * rate) / (tried + self.WEIGHT)
-            chance *= rate
-            chances.append(chance)
-        return chances
+            rates.append(rate)
+        return rates
+
+    def survival(self, kind: int, most: int, request=None) -> list[float]:
+        """The chance that guess 1, 2, ... `most` is accepted with all before it."""
+        right, expected = self.own.get(request, (0.0, 0.0))
+        luck = (right + self.WEIGHT) / (expected + self.WEIGHT)
+        rates = [min(rate * luck, max(rate, 0.98)) for rate in self.rates(kind, most)]
+        return list(accumulate(rates, operator.mul))
 
 
 def choose(
     costs: Costs, chances: list[list[float]], sampled: int, rows: int, guessing_s=lambda n: 0.0
 ):
-    """How many guesses to verify of each draft: those with the best chances, as long as tokens a
-    second rise. Gives the counts, and what they lead to expect: (tokens, seconds) of the step.
+    """How many guesses to verify of each draft: those that are worth most, as long as requests
+    gain by it. Gives the counts, and what they lead to expect: (tokens, seconds) of the step.
+
+    A step is longer by its guesses for everyone in it, also for who has none. So what counts is
+    how many times as fast each request gets on, on the (geometric) average over all: nobody pays
+    for another's speed more than that one gains (proportional fairness, Kelly 1998).
 
     chances: of each draft as from `survival`; sampled: requests that the step samples from; rows:
     of the step without guesses; guessing_s(n): seconds to make n guesses for each request.
 
     Example: rows 1, 2, 3 take 10, 14, 18 ms and the chances are 0.8, 0.3: 1 token in 10 ms, 1.8
-    in 14, 2.1 in 18. One guess it is.
+    in 14, 2.1 in 18. One guess it is. Beside three requests without guesses it would be none: 1.8
+    times as fast is less than 1.4 times as slow, four times.
     """
-    order = sorted((-chance, j, r) for r, own in enumerate(chances) for j, chance in enumerate(own))
-    tokens, drafts, longest = float(sampled), 0, 0
-    found = 0, (tokens, costs.step_s(rows))
-    best = MARGIN * tokens / found[1][1]
-    for m, (chance, j, _) in enumerate(order, 1):
-        drafts, longest, tokens = drafts + (j == 0), max(longest, j + 1), tokens - chance
-        seconds = costs.step_s(rows + m, drafts) + guessing_s(longest)
-        if tokens / seconds > best:
-            best = tokens / seconds
-            found = m, (tokens, seconds)
+    order = []
+    for r, own in enumerate(chances):
+        tokens = 1.0
+        for j, chance in enumerate(own):
+            order.append((-math.log1p(chance / tokens), j, r))
+            tokens += chance
+    order.sort()
+    plain_s, gain, tokens = costs.step_s(rows), 0.0, float(sampled)
+    found, best = (0, (tokens, plain_s)), sampled * math.log(MARGIN)
+    longest, lengths = 0, Counter()  # of drafts
+    for m, (less, j, r) in enumerate(order, 1):
+        gain, tokens, longest = gain - less, tokens + chances[r][j], max(longest, j + 1)
+        lengths[j + 1] += 1
+        if lengths[j] == 1:
+            del lengths[j]
+        elif j:
+            lengths[j] -= 1
+        seconds = costs.step_s(rows + m, len(lengths)) + guessing_s(longest)
+        score = gain - sampled * math.log(seconds / plain_s)
+        if score > best:
+            best, found = score, (m, (tokens, seconds))
     chosen = Counter(r for _, _, r in order[: found[0]])
     return [chosen[r] for r in range(len(chances))], found[1]
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48)  # rows of the steps that are measured
-MARGIN = 1.02  # times as many tokens a second, or the guesses are not worth their noise
+MARGIN = 1.02  # times as fast, or guesses are not worth their noise
 
 
 @dataclass
@@ -484,7 +517,7 @@ class Speculation:
         """Forget all others."""
         self.drafter.keep(requests)
         kept = set(requests)
-        for known in (self.drafts, self.watched):
+        for known in (self.drafts, self.watched, self.acceptance.own):
             for request in [r for r in known if r not in kept]:
                 del known[request]
 
@@ -501,10 +534,10 @@ class Speculation:
             self._ask(drafts, asked, requests, most, make_row)
             for request, draft in zip(requests, drafts):
                 self._watch(request, draft)
-            counts = self._counts(drafts, [len(draft.ids) for draft in drafts], rows)
+            counts = self._counts(drafts, requests, [len(draft.ids) for draft in drafts], rows)
             drafts = [draft.cut(n) for draft, n in zip(drafts, counts)]
         else:
-            counts = self._counts(drafts, most, rows)
+            counts = self._counts(drafts, requests, most, rows)
             asked = [i for i in asked if counts[i]]
             self._ask(drafts, asked, requests, counts, make_row)
         self.draft_s = time.perf_counter() - began
@@ -525,15 +558,16 @@ class Speculation:
         if not self.drafter.free:
             self.guess_s = 0.8 * self.guess_s + 0.2 * each if self.guess_s else each
 
-    def _counts(self, drafts: list[Draft], most: list[int], rows: int) -> list[int]:
-        chances = [self.acceptance.survival(d.kind, n) for d, n in zip(drafts, most)]
+    def _counts(self, drafts: list[Draft], requests, most: list[int], rows: int) -> list[int]:
+        each = zip(drafts, most, requests)
+        chances = [self.acceptance.survival(d.kind, n, request) for d, n, request in each]
         if self.costs is None or not drafts:
             self.expected = 0.0, 0.0
             return most
         sampled = len(drafts)
         if self.fixed is not None:
             tokens = sampled + sum(map(sum, chances))
-            took = self.costs.step_s(rows + sum(most), sum(map(bool, most)))
+            took = self.costs.step_s(rows + sum(most), len({*most} - {0}))
             self.expected = tokens, took + self._guessing_s(max(most, default=0))
             return most
         counts, self.expected = choose(self.costs, chances, sampled, rows, self._guessing_s)
@@ -555,7 +589,7 @@ class Speculation:
             right = agreed(old.ids, came)
             if right == len(came) < len(old.ids):
                 return  # the rest is not known yet
-            self.acceptance.count(old.kind, right, right < len(old.ids))
+            self.acceptance.count(old.kind, right, right < len(old.ids), request)
             del self.watched[request]
         if draft.ids:
             self.watched[request] = len(request.tokens), draft
@@ -571,7 +605,7 @@ class Speculation:
         self.tally.add(guesses, min(right, tokens), tokens)
         self.came += tokens
         if guesses and not self.drafter.free:
-            self.acceptance.count(0, right, right < guesses)
+            self.acceptance.count(0, right, right < guesses, request)
 
     def account(self, seconds: float, guesses: list[int]):
         """A step without prompts: how long it took, and how many guesses it verified of each
@@ -579,7 +613,7 @@ class Speculation:
         if self.costs is None:
             return
         sampled, tokens = len(guesses), self.came
-        self.costs.saw(sampled + sum(guesses), sum(map(bool, guesses)), seconds)
+        self.costs.saw(sampled + sum(guesses), len({*guesses} - {0}), seconds)
         t, plain_s = self.tally, self.costs.step_s(sampled) / sampled
         t.plain_s += tokens * plain_s
         t.spent_s += seconds + self.draft_s

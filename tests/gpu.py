@@ -284,7 +284,7 @@ def guesses(card: Card) -> dict:
         costs = engine.speculation.costs
         found[f"step ms, graphs {graphs}"] = {
             rows: round(1e3 * costs.step_s(rows), 2) for rows in costs.rows
-        } | {"each draft": round(1e3 * costs.drafted, 3)}
+        } | {"each length": round(1e3 * costs.apart, 3)}
         for count in (1,) if card.small else (1, 8, 32):
             params = SamplingParams(max_tokens=8 if card.small else 64, temperature=0)
             engine.generate([[i, i + 1] * 16 for i in range(count)], params)

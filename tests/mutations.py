@@ -5790,9 +5790,9 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        '        raise ValueError(f"speculative draft:{name}: {error}") from None',
+        '        raise ValueError(f"speculative {name}: {why}") from None',
         "        raise",
-        "what is wrong with a draft model is said as if of the model",
+        "what is wrong with a drafter is said as if of the model",
         "tests/test_speculative.py -k test_any_model_of_the_same_vocabulary_is_a_drafter",
     ),
     (

@@ -309,6 +309,14 @@ def test_the_lines_for_people():
     found = rounds([0.9] * 4, Costs({n: s / 1e3 for n, s in CPU.items()}), 200, fixed=4)
     first, second = found.lines()
     assert "of 800 accepted" in first and "tokens a round in 200 rounds" in first
-    assert "times plain decoding, of 10.0 ms a token" in second
+    assert "times plain decoding: " in second
+    assert "ms a token, by its own measure 10.0 without guesses; " in second
+    times = found.tally.spent_s / found.tally.tokens
+    assert f": {1e3 * times:.1f} ms a token" in second
     assert len(Speculation(Coin([])).lines()) == 1, "nothing has been measured"
     assert speculative.SIZES[0] == 1
+    line = Costs({1: 0.01, 3: 0.0125, 4: 0.0135, 17: 0.03}).line()
+    assert (
+        line
+        == "steps    ms by rows: 10.0 with 1, 13.5 with 4 (timed now, to know what guesses cost)"
+    )

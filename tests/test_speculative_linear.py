@@ -276,5 +276,5 @@ def test_a_file_that_is_none_or_another_model_s_is_refused(what, saved):
 
 @pytest.mark.parametrize("name", ["linear", "linear:"])
 def test_a_path_is_needed(name):
-    with pytest.raises(ValueError, match="linear:PATH"):
+    with pytest.raises(ValueError, match="linear:FILE"):
         speculative.drafter(name, Exact(), CHECKPOINT)

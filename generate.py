@@ -30,7 +30,7 @@ Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
               python generate.py --prompt "Is it blue?" --choice yes --choice no
-              python generate.py --prompt "Count to 30." --speculative ngram   several a step
+              python generate.py --prompt "Say a b c a b c." --speculative ngram
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
 Imports       grammar, kv_cache, model, paged, sample, scheduler, speculative; never kernels.
@@ -148,8 +148,8 @@ class Engine:
                 before), "draft:MODEL" (a smaller model of the same vocabulary), "mtp" (the
                 head in the model's own checkpoint), "eagle:PATH" or "dflash:PATH" (a head
                 trained for it), "linear:FILE" (one that --fit made), or a speculative.Drafter
-    spec_tokens guesses in every round, 1 to 64 (default: as many as are worth their rows here, by
-                steps that are timed at the start)
+    spec_tokens guesses in every round, 1 to 64, but no more than the drafter makes (its `most`).
+                Default: as many as are worth their rows here, by steps timed at the start
     verify      "sample" (same seed, same tokens as without guesses) or "reject" (the same law)
     seed        of requests that have none of their own, each mixed with its number
     say         called with lines for people
@@ -534,7 +534,7 @@ class Engine:
     def _speculation(
         self, drafter, fixed: int | None, rule: str, checkpoint: models.Checkpoint
     ) -> "speculative.Speculation | None":
-        """The drafter that is asked for, at work; ValueError where it does not go with the model."""
+        """The drafter that is asked for, at work; ValueError: it does not go with the model."""
         if drafter is None:
             return None
         if not isinstance(drafter, speculative.Drafter):
@@ -3220,7 +3220,8 @@ def parser() -> argparse.ArgumentParser:
         help="guess several tokens a step and verify them: ngram (no weights), draft:MODEL (a"
         " smaller one), mtp (the model's own head), eagle:PATH, dflash:PATH, linear:FILE (--fit)")  # fmt: skip
     add("--spec-tokens", type=int, metavar="N",
-        help=f"guesses a round, 1 to {speculative.MOST} (default: as many as pay here, often none)")  # fmt: skip
+        help="guesses a round, at most as many as the drafter makes: ngram 16, dflash a block, the"
+        " others 8 (default: as many as pay here, often none)")  # fmt: skip
     add("--verify", choices=speculative.RULES, default="sample",
         help="sample (default): accept what is drawn anyway, the tokens stay the same; reject:"
         " by chances (rejection sampling), other tokens of the same law")  # fmt: skip

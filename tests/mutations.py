@@ -5769,8 +5769,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        "        _same_vocabulary(checkpoint, own)",
-        "        pass",
+        "    _same_vocabulary(checkpoint, own)",
+        "    pass",
         "a model of another vocabulary drafts",
         "tests/test_speculation.py -k test_what_cannot_be_a_draft_model",
     ),

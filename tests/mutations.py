@@ -6033,7 +6033,8 @@ LOADED = [
     "torch",
     "numpy",
     "gguf",
-    "jinja2",
+    "jinja2.ext",
+    "jinja2.sandbox",
     "regex",
     "safetensors.torch",
     "tiktoken",
@@ -6047,10 +6048,11 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
     """None if the test goes red, else what happened. `folder` is a copy of the project."""
     file, before, after, _, test = mutation
     path, log = folder / file, folder / "log.txt"
-    original = path.read_text()
+    original, times = path.read_text(), path.stat()
     if original.count(before) != 1:
         return f"{original.count(before)} places are {before!r}"
     path.write_text(original.replace(before, after))
+    os.utime(path, (times.st_atime, times.st_mtime + 10))  # not what was compiled before
     try:
         for _ in range(2):
             run = SERVER.Process(target=run_tests, args=(folder, test, log))
@@ -6064,12 +6066,18 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
                 break
     finally:
         path.write_text(original)
+        os.utime(path, (times.st_atime, times.st_mtime))
     if run.exitcode == 1:  # tests ran and failed; 2 to 5 are pytest's own troubles
         return None
     return f"pytest ended with {run.exitcode}: {log.read_text()[-300:]}"
 
 
-def run_tests(folder: Path, test: str, log: Path):
+def compiled(folder: Path, log: Path):
+    """Compile the project and its tests, once: what a mutation leaves as it was need not be."""
+    run_tests(folder, "tests --collect-only", log, write=True)
+
+
+def run_tests(folder: Path, test: str, log: Path, write: bool = False):
     """Run tests in a fresh process: its exit code is pytest's, its output goes to a file."""
     os.setsid()  # so that what it starts can be ended with it
     os.chdir(folder)
@@ -6077,9 +6085,9 @@ def run_tests(folder: Path, test: str, log: Path):
     os.dup2(output, 1), os.dup2(output, 2)
     os.environ |= {
         "TRITON_INTERPRET": "1" if "triton_cases" in test else "0",
-        "PYTHONDONTWRITEBYTECODE": "1",  # else what was compiled a moment ago would run
+        "PYTHONDONTWRITEBYTECODE": "" if write else "1",  # of a mutation nothing stays
     }
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = not write
     sys.path = [p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "tests")]
     import pytest
 
@@ -6095,9 +6103,15 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folders: queue.Queue[Path] = queue.Queue()  # a copy of the project for each job
         ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache")
-        for job in range(jobs):
+        first = Path(temporary) / "octavo0"
+        shutil.copytree(ROOT, first, ignore=ignore)
+        compiling = SERVER.Process(target=compiled, args=(first, first / "log.txt"))
+        compiling.start()
+        compiling.join()
+        folders.put(first)
+        for job in range(1, jobs):
             folders.put(Path(temporary) / f"octavo{job}")
-            shutil.copytree(ROOT, Path(temporary) / f"octavo{job}", ignore=ignore)
+            shutil.copytree(first, Path(temporary) / f"octavo{job}")
 
         def run(mutation) -> tuple[str | None, float]:
             folder, started = folders.get(), time.perf_counter()

@@ -33,6 +33,8 @@ from test_speculative_linear import right
 from tiny import with_head
 
 GOLDEN = Path(__file__).parent / "golden"
+
+torch.set_num_threads(1)
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
 HOW = ["right", "wrong", "alternating", "random"]
 

@@ -74,6 +74,8 @@ def test_drafts_of_different_lengths_attend_apart_and_that_costs():
     assert choose(Costs(points), chances, 2, 2) == ([2, 1], (4.0, 13.0))
     assert choose(Costs(points, apart=1.0), chances, 2, 2) == ([1, 1], (3.4, 13.0))
     assert choose(Costs(points, apart=9.0), chances, 2, 2)[0] == [0, 0]
+    alike = choose(Costs({2: 10.0, 9: 10.0}, apart=1.0), [[0.9, 0.8]] * 2, 2, 2)
+    assert alike == ([2, 2], (pytest.approx(5.4), 11.0)), "both of two: one length again"
 
 
 def test_nobody_is_slowed_down_for_anothers_sake():
@@ -301,8 +303,10 @@ def test_what_a_request_that_ended_had_is_forgotten():
     speculation.costs = Costs({1: 1.0, 9: 1.0})
     speculation.propose([request], [3], 1, None)
     assert speculation.watched and speculation.drafts and speculation.drafter.known
+    speculation.acceptance.count(1, 1, True, request)
     speculation.keep([])
     assert not (speculation.watched or speculation.drafts or speculation.drafter.known)
+    assert not speculation.acceptance.own
 
 
 def test_the_lines_for_people():

@@ -12,6 +12,8 @@ from sample import Row, SamplingParams
 from speculative import Linear, Text, agreement, fit
 
 E, V = 16, 40
+torch.set_num_threads(1)
+
 GREEDY = SamplingParams(temperature=0).with_defaults({})
 
 

@@ -18,6 +18,8 @@ from speculative import MTP
 from tiny import garbage, with_head
 
 GOLDEN = Path(__file__).parent / "golden"
+
+torch.set_num_threads(1)
 FAMILIES = ["deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "qwen3_next", "qwen3_5_text"]
 TWO = ["deepseek_v3", "qwen3_next"]
 

@@ -326,6 +326,7 @@ class Costs:
         # One of fewer rows is not slower: what else the machine does only makes steps longer.
         self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]
         self.apart = apart
+        self.between: dict[int, float] = {}  # rows -> seconds, of what was asked for before
         self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
     def step_s(self, rows: int, parts: int = 0) -> float:
@@ -335,12 +336,17 @@ class Costs:
         return self._measured(rows, parts) * self.off[parts > 0]
 
     def _measured(self, rows: int, parts: int) -> float:
+        if rows not in self.between:
+            self.between[rows] = self._straight(rows)
+        return self.between[rows] + parts * self.apart
+
+    def _straight(self, rows: int) -> float:
         x, y = self.rows, self.seconds
         if len(x) == 1:
-            return y[0] * max(rows / x[0], 1) + parts * self.apart
+            return y[0] * max(rows / x[0], 1)
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return y[i] + slope * (rows - x[i]) + parts * self.apart
+        return y[i] + slope * (rows - x[i])
 
     def saw(self, rows: int, parts: int, seconds: float):
         """Such a step took so long. With nothing seen of guesses, both go the same way."""
@@ -363,6 +369,7 @@ class Acceptance:
         self.tried: dict[tuple[int, int], float] = {}
         self.right: dict[tuple[int, int], float] = {}
         self.own: dict[object, tuple[float, float]] = {}  # request -> right, and expected
+        self.known: dict[int, list[float]] = {}  # kind -> its rates, until more is counted
 
     def count(self, kind: int, right: int, wrong: bool, request=None):
         """The first `right` guesses were right, and the one after them wrong, or none came."""
@@ -371,6 +378,7 @@ class Acceptance:
             fade = 1 - min((right + wrong) / self.OWN, 1)
             expected = fade * expected + sum(self.rates(kind, right + wrong))
             self.own[request] = fade * own + right, expected
+        self.known.pop(kind, None)
         for j in range(right + wrong):
             tried = self.tried.get((kind, j), 0.0)
             fade = 1.0 if tried < self.MEMORY else 1 - 1 / self.MEMORY
@@ -379,12 +387,12 @@ class Acceptance:
 
     def rates(self, kind: int, most: int) -> list[float]:
         """Of anyone's guesses 1, 2, ... `most`, each given that those before it were right."""
-        rates, rate = [], self.prior(kind)
-        for j in range(most):
-            tried, right = (x.get((kind, j), 0.0) for x in (self.tried, self.right))
-            rate = (right + self.WEIGHT * rate) / (tried + self.WEIGHT)
-            rates.append(rate)
-        return rates
+        rates = self.known.setdefault(kind, [])
+        for j in range(len(rates), most):
+            tried, right = self.tried.get((kind, j), 0.0), self.right.get((kind, j), 0.0)
+            rate = rates[-1] if rates else self.prior(kind)
+            rates.append((right + self.WEIGHT * rate) / (tried + self.WEIGHT))
+        return rates[:most]
 
     def survival(self, kind: int, most: int, request=None) -> list[float]:
         """The chance that guess 1, 2, ... `most` is accepted with all before it."""
@@ -420,15 +428,18 @@ def choose(
     order.sort()
     plain_s, gain, tokens = costs.step_s(rows), 0.0, float(sampled)
     found, best = (0, (tokens, plain_s)), sampled * math.log(MARGIN)
-    longest, lengths = 0, Counter()  # of drafts
-    for m, (less, j, r) in enumerate(order, 1):
-        gain, tokens, longest = gain - less, tokens + chances[r][j], max(longest, j + 1)
+    lengths = [0] * (1 + max(map(len, chances), default=0))  # how many drafts have each
+    longest, parts, making_s = 0, 0, 0.0
+    for m, (less, j, r) in enumerate(order, 1):  # a draft of j gets one more
+        gain, tokens = gain - less, tokens + chances[r][j]
+        if j == longest:
+            longest, making_s = j + 1, guessing_s(j + 1)
+        parts += not lengths[j + 1]
         lengths[j + 1] += 1
-        if lengths[j] == 1:
-            del lengths[j]
-        elif j:
+        if j:
             lengths[j] -= 1
-        seconds = costs.step_s(rows + m, len(lengths)) + guessing_s(longest)
+            parts -= not lengths[j]
+        seconds = costs.step_s(rows + m, parts) + making_s
         score = gain - sampled * math.log(seconds / plain_s)
         if score > best:
             best, found = score, (m, (tokens, seconds))

@@ -97,6 +97,18 @@ def test_rates_are_of_each_place_and_begin_at_the_prior():
     assert acceptance.survival(1, 1) == [0.5], "of another kind nothing is known"
 
 
+def test_rates_are_of_all_that_was_counted_up_to_now():
+    """They are kept until more is counted, of their kind and for as many places as were asked."""
+    draw, acceptance = random.Random(3), Acceptance(lambda kind: 0.3 + kind / 10)
+    for _ in range(200):
+        right = draw.randrange(6)
+        acceptance.count(draw.randrange(3), right, draw.random() < 0.7, draw.choice("ab"))
+        for kind in range(3):
+            most, fresh = draw.randrange(8), Acceptance(acceptance.prior)
+            fresh.tried, fresh.right = acceptance.tried, acceptance.right
+            assert acceptance.rates(kind, most) == fresh.rates(kind, most)
+
+
 def test_what_is_not_reached_counts_neither_way():
     acceptance = Acceptance()
     acceptance.count(0, 0, True)

@@ -200,6 +200,8 @@ def believed(draft: Draft, vocab: int, device) -> Tensor:
 
 # ---------------------------------------------------------------- who guesses
 
+MOST = 64  # guesses a round, of any drafter
+
 
 class Drafter:
     """Guesses what comes next: what all of them answer, and how one that needs nothing does.
@@ -449,6 +451,7 @@ def choose(
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48)  # rows of the steps that are measured
 MARGIN = 1.02  # times as fast, or guesses are not worth their noise
+PROBE = 64  # rounds without a guess, after which a drafter is asked for one
 
 
 @dataclass
@@ -647,18 +650,12 @@ class Speculation:
         return lines
 
 
-PROBE = 64  # rounds without a guess, after which a drafter is asked for one
-
-
-MOST = 64  # guesses a round
-
-
 # ---------------------------------------------------------------- drafters with a cache of their own
 
 
 class Cached(Drafter):
     """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
-    finds no slot free is not guessed for. A subclass has
+    finds no slot free is not guessed for. A subclass that makes one guess after another has
 
         _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
         run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
@@ -765,6 +762,28 @@ class Cached(Drafter):
         keys = [noise_key(row.seed, row.domain, row.position) for row in rows]
         return [i if i >= 0 else None for i in draw(beliefs, keys).tolist()], list(beliefs)
 
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Logits (R, V) of the target's vocabulary from those of `ids` alone: -inf elsewhere."""
+        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+    def _fusion(self, take: models.Take, width: int, parts: int):
+        """The matrix `fc` of a head: of the residual streams after so many layers of the target,
+        side by side, it makes one feature."""
+        wide = parts * self.target.config.width
+        if "fc.weight" in take.left and (found := take.tensors["fc.weight"].shape[-1]) != wide:
+            raise ValueError(
+                f"fc.weight reads {found} numbers of a token, but {parts} layers of the target"
+                f" have {wide}"
+            )
+        return take.linear(["fc"], (width,), wide, False)[0]
+
+    def _turn(self, config: Config) -> tuple[Tensor, float]:
+        """How a head turns queries and keys, by its own config: what `rope_tables` wants."""
+        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        return frequencies.to(self.device), factor
+
     def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
         """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
         which of the target's there are."""
@@ -809,11 +828,10 @@ class Chained(Cached):
         token        ..   x_s       guess 1 guess 2
         tells of     ..   guess 1   guess 2 guess 3
 
-    A subclass says what it reads of the target (`taps`, `hidden`), and has
+    A subclass says what it reads of the target (`taps`, `hidden`), and has beside `run` and `score`
 
-        fuse(features) -> (n, D)             the target's features as the head reads them
-        run(features, tokens, step) -> (T, D) to go on from, (T, E) to score
-        score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
+        fuse(features) -> (n, D)             the target's features as the head reads them: what
+                                             `run` takes as the state
     """
 
     def keep(self, requests):
@@ -1114,12 +1132,7 @@ class Eagle(Chained):
         names = [f"fc_norm.{i}.weight" for i in range(parts)]
         self.part_norms = [take(name, (wide,)) for name in names] if apart else []
         self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
-        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
-            raise ValueError(
-                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
-                f" layers of the target have {parts * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
+        self.fc = self._fusion(take, D, parts)
         self.embedding = target.embedding
         if "embed_tokens.weight" in tensors:
             self.embedding = take("embed_tokens.weight", (V, D))
@@ -1138,8 +1151,7 @@ class Eagle(Chained):
         take.finish()
         self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
         self.normed_output = kv_cache.flag(fields, "norm_output")
-        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.frequencies = frequencies.to(self.device)
+        self.turn = self._turn(config)
 
     def fuse(self, features):
         if self.part_norms:
@@ -1151,7 +1163,7 @@ class Eagle(Chained):
         return kernels.linear(x, self.fc)
 
     def run(self, features, tokens, step):
-        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
+        tables = [kernels.rope_tables(step.positions, *self.turn)]
         token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
         hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
         mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
@@ -1161,10 +1173,7 @@ class Eagle(Chained):
         return normed if self.normed_output else x, normed
 
     def score(self, x):
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
+        return self._spread(kernels.linear(x, self.head))
 
 
 EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
@@ -1282,12 +1291,7 @@ class DFlash(Cached):
             {_dflash_name(x): t for x, t in tensors.items()}, self.device, self.dtype
         )
         E, V, wide = config.width, target.config.vocab, target.config.width
-        if "fc.weight" in take.left and take.tensors["fc.weight"].shape[-1] != len(ids) * wide:
-            raise ValueError(
-                f"fc.weight reads {take.tensors['fc.weight'].shape[-1]} numbers of a token, but"
-                f" {len(ids)} layers of the target have {len(ids) * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (E,), len(ids) * wide, False)
+        self.fc = self._fusion(take, E, len(ids))
         self.feature_norm = take("hidden_norm.weight", (E,))
         causal = dflash_causal(fields, [spec.window for spec in config.specs])
         self.layers = [BlockLayer(take, i, config, own) for i, own in enumerate(causal)]
@@ -1304,8 +1308,7 @@ class DFlash(Cached):
             self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
             self.head, _ = take.linear(["lm_head"], (len(self.ids),), E, False)
         take.finish()
-        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.turn = frequencies.to(self.device), factor
+        self.turn = self._turn(config)
 
     def most_for(self, request):
         held = self.held.get(request)
@@ -1349,13 +1352,10 @@ class DFlash(Cached):
         return normed
 
     def _score(self, x: Tensor) -> Tensor:
-        """x (R, E) -> logits (R, V) of the whole vocabulary, -inf where the head has no id."""
+        """x (R, E) -> logits (R, V) of the target's vocabulary, -inf where the head has no id."""
         if self.head is None:
             return self.target.logits(x)
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(x), self.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
+        return self._spread(kernels.linear(x, self.head))
 
     def propose(self, requests, counts, rows):
         self._catch_up(requests)
@@ -1563,11 +1563,9 @@ class Linear(Chained):
         return x, x
 
     def score(self, x):
-        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
         whole = self.head is None  # then the target's head says more than is asked
         known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
-        logits[:, self.ids] = known
-        return logits
+        return self._spread(known)
 
     def save(self, path: str, **said: str):
         """Write a file of it, and what is said of it. OSError: that cannot be."""

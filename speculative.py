@@ -271,6 +271,8 @@ class NGram(Drafter):
 
     def _look_up(self, request, tokens: list[int], count: int) -> Draft:
         done, ends = self.known.get(request, (0, {}))
+        if done > len(tokens):  # it began again
+            done, ends = 0, {}
         self._enter(tokens, done, ends)
         self.known[request] = len(tokens), ends
         end = self._match(tokens, ends)
@@ -344,11 +346,12 @@ class Costs:
 
     def _straight(self, rows: int) -> float:
         x, y = self.rows, self.seconds
+        rows = max(rows, x[0])  # fewer than were measured take as long
         if len(x) == 1:
-            return y[0] * max(rows / x[0], 1)
+            return y[0] * rows / x[0]
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return y[i] + slope * (rows - x[i])
+        return y[i - 1] + slope * (rows - x[i - 1])
 
     def saw(self, rows: int, parts: int, seconds: float):
         """Such a step took so long. With nothing seen of guesses, both go the same way."""

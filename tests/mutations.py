@@ -5963,6 +5963,20 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "a step that took long once makes larger ones look cheap",
         "tests/test_speculative_costs.py -k took_long_once",
     ),
+    (
+        "speculative.py",
+        "        rows = max(rows, x[0])  # fewer than were measured take as long",
+        "        pass",
+        "a step of few rows takes less than no time",
+        "tests/test_speculative_costs.py -k of_one_measured_step",
+    ),
+    (
+        "speculative.py",
+        "            done, ends = 0, {}",
+        "            done = 0",
+        "a text that began again is taken for what it was before",
+        "tests/test_speculative.py -k begins_again",
+    ),
 ]
 
 

@@ -26,6 +26,7 @@ def test_a_step_between_two_measured_ones_takes_what_lies_between():
 
 def test_of_one_measured_step_the_time_grows_with_the_rows():
     assert [Costs({4: 8.0}).step_s(n) for n in (1, 4, 8)] == [8, 8, 16]
+    assert [Costs({4: 8.0, 5: 16.0}).step_s(n) for n in (1, 3, 6)] == [8, 8, 24], "never below 0"
 
 
 def test_a_step_that_took_long_once_makes_no_larger_one_long():

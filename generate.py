@@ -12,8 +12,10 @@ The data      messages --template--> text --tokenizer--> ids --add--> waiting
                  sample:   logits -> one id a request                sample.py
                            of those that its grammar allows          Guide, below; grammar.py
                  cut:      ids -> what is kept, and why it ended     Stream, below
+                           of a draft's rows: which guesses stay     speculative.py
                  commit:   tokens and computed move on
                  jump:     ids that the grammar leaves no choice about, for the next step
+                 draft:    guesses, if asked for, that the next step verifies
               Event(request, text, token_ids, finish_reason) --> whoever waits for it
 
 Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up to a stop
@@ -21,15 +23,17 @@ Invariants    1. the pieces of a stream, joined, are the decoding of its ids, up
               3. a request that ended, for whatever reason, holds nothing after the step under way
               4. text of special tokens inside a message never becomes a special token
               5. text under a grammar is in it, or the beginning of one that is ("length")
+              6. with the rule "sample" guesses change no token
 
 Units         seconds (perf_counter), tokens, bytes.
 Article       "From Prompt to Token: The Life of an LLM Request"
 Try           python generate.py --prompt "Why is the sky blue?"
               python generate.py --prompt "Why?" --profile   a prompt's step against a decode's
               python generate.py --prompt "Is it blue?" --choice yes --choice no
+              python generate.py --prompt "Say a b c a b c." --speculative ngram
               python generate.py --demo            a tiny random model, step by step
               python tests/mutations.py generate.py   change it: known bugs, each with its test
-Imports       grammar, kv_cache, model, paged, sample, scheduler; never kernels.
+Imports       grammar, kv_cache, model, paged, sample, scheduler, speculative; never kernels.
 """
 
 import argparse
@@ -99,7 +103,8 @@ class Event:
 class Output:
     """A finished sample. token_ids include the stop id; text includes neither it nor a stop.
 
-    Under a grammar usage and timings have more: see Guide.usage and Guide.timings.
+    Under a grammar usage and timings have more: see Guide.usage and Guide.timings. So has usage
+    where tokens are guessed: see speculative.Tally.usage.
     """
 
     text: str
@@ -139,9 +144,12 @@ class Engine:
     graphs      pad decode steps to a few sizes, which a GPU records once and replays (default:
                 on a GPU); elsewhere the same padded steps are computed as ever
     jump        whether text that a grammar leaves no choice about is appended unsampled
-    speculative who guesses the next tokens: "ngram" (what followed the last few before),
-                "linear:FILE" (a head that --fit made), or a speculative.Drafter
-    spec_tokens guesses in every round (default: as many as are worth their rows here)
+    speculative who guesses the next tokens (default: nobody): "ngram" (what followed the last few
+                before), "draft:MODEL" (a smaller model of the same vocabulary), "mtp" (the
+                head in the model's own checkpoint), "eagle:PATH" or "dflash:PATH" (a head
+                trained for it), "linear:FILE" (one that --fit made), or a speculative.Drafter
+    spec_tokens guesses in every round, 1 to 64, but no more than the drafter makes (its `most`).
+                Default: as many as are worth their rows here, by steps timed at the start
     verify      "sample" (same seed, same tokens as without guesses) or "reject" (the same law)
     seed        of requests that have none of their own, each mixed with its number
     say         called with lines for people
@@ -196,6 +204,7 @@ class Engine:
             raise ValueError(f"quantize {quantize!r} is not int8 or int4")
         if quantize and (reason := models.cannot_quantize(self.device, self.dtype)):
             raise ValueError(f"quantize {quantize}: {reason}")
+        self._check_drafter(speculative, spec_tokens, verify)
         checkpoint = self._load(model, revision, load, progress, quantize, dtype is None)
         self.speculation = self._speculation(speculative, spec_tokens, verify, checkpoint)
         on_gpu = self.device.type == "cuda"
@@ -219,6 +228,7 @@ class Engine:
         self.jump = jump
         if self.speculation is not None:
             self.speculation.costs = self._costs()
+            self.say(self.speculation.costs.line())
         self.seed = seed
         self.next_id = 0
         self.doomed: deque[Request] = deque()  # to abort before the next step
@@ -512,16 +522,17 @@ class Engine:
                 return worth
         return n + bool(stops)
 
+    def _check_drafter(self, drafter, fixed: int | None, rule: str):
+        """Refuse what no model has a drafter for, before one is loaded."""
+        if drafter is not None:
+            speculative.check(drafter, fixed, rule)
+
     def _speculation(
         self, drafter, fixed: int | None, rule: str, checkpoint: models.Checkpoint
     ) -> "speculative.Speculation | None":
-        """The drafter that is asked for, at work; ValueError where there is none such."""
+        """The drafter that is asked for, at work; ValueError: it does not go with the model."""
         if drafter is None:
             return None
-        if rule not in speculative.RULES:
-            raise ValueError(f"verify {rule!r} is not {' or '.join(speculative.RULES)}")
-        if fixed is not None and not 1 <= fixed <= speculative.MOST:
-            raise ValueError(f"spec_tokens {fixed} is not from 1 to {speculative.MOST}")
         if not isinstance(drafter, speculative.Drafter):
             with torch.inference_mode(), _fitting(self.device):
                 drafter = speculative.drafter(str(drafter), self.model, checkpoint)
@@ -1648,7 +1659,7 @@ def summary(engine: Engine, output: Output) -> str:
     if "masks" in usage:
         lines += _grammar_lines(t, usage)
     if engine.speculation is not None:
-        lines += engine.speculation.lines()
+        lines += _guess_lines(engine, usage)
     specs, size = engine.config.specs, engine.manager.block_size
     grows = kv_cache.bytes_per_token(specs, engine.dtype.itemsize)
     held = usage["prompt_tokens"] + usage["output_tokens"] - 1  # the last has not been computed
@@ -1674,6 +1685,13 @@ def summary(engine: Engine, output: Output) -> str:
             f" {bandwidth / 1e9:.1f} GB/s, so decode runs at {bound / step_s:.0%} of it"
         )
     return "\n".join(lines)
+
+
+def _guess_lines(engine: Engine, usage: dict) -> list[str]:
+    """What came of guesses, as the engine counts it: of all its requests so far."""
+    first, *rest = engine.speculation.lines()
+    alone = usage["rounds"] == engine.speculation.tally.rounds
+    return [first if alone else f"{first}, in all answers so far", *rest]
 
 
 def _grammar_lines(t: dict, usage: dict) -> list[str]:
@@ -2958,6 +2976,8 @@ class Batch:
                 f" compiled in {1e3 * self.compile_s:,.1f} ms,"
                 f" {masks:,} masks in {1e3 * mask_s:,.1f} ms; {forced:,} tokens forced"
             )
+        if self.engine.speculation is not None:
+            lines += [f"{line[:8]:<10}{line[9:]}" for line in self.engine.speculation.lines()]
         for title, name in (
             ("TTFT", "ttft_s"), ("  queue", "queue_s"), ("  prefill", "prefill_s"),
             ("TPOT", "tpot_mean_s"), ("worst gap", "tpot_max_s"),
@@ -3193,11 +3213,14 @@ def parser() -> argparse.ArgumentParser:
     add("--no-jump", action="store_true",
         help="sample also the tokens that a grammar leaves no choice about")  # fmt: skip
     add("--speculative", metavar="DRAFTER",
-        help="guess several tokens a step and verify them: ngram, linear:FILE")  # fmt: skip
+        help="guess several tokens a step and verify them: ngram (no weights), draft:MODEL (a"
+        " smaller one), mtp (the model's own head), eagle:PATH, dflash:PATH, linear:FILE (--fit)")  # fmt: skip
     add("--spec-tokens", type=int, metavar="N",
-        help="guesses a round (default: as many as are worth their rows here)")  # fmt: skip
+        help="guesses a round, at most as many as the drafter makes: ngram 16, dflash a block, the"
+        " others 8 (default: as many as pay here, often none)")  # fmt: skip
     add("--verify", choices=speculative.RULES, default="sample",
-        help="draw, and accept what is just that; or accept by chances (rejection sampling)")  # fmt: skip
+        help="sample (default): accept what is drawn anyway, the tokens stay the same; reject:"
+        " by chances (rejection sampling), other tokens of the same law")  # fmt: skip
     add("--template", type=_variable, action="append", default=[], metavar="NAME=VALUE",
         help="of the chat template, such as enable_thinking=false (repeatable)")  # fmt: skip
     add("--device", help="cpu, cuda or cuda:N")
@@ -3226,7 +3249,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="the answer only (errors are still shown)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--fit", metavar="FILE",
-        help="fit a drafter for the model on its own answers, and write it: a minute")  # fmt: skip
+        help="fit a drafter, linear:FILE, on the model's own answers, and write it: a minute")  # fmt: skip
     add("--demo", action="store_true", help="a tiny random model, a line a step: no download")
     return p
 
@@ -3267,6 +3290,8 @@ def main(argv: list[str] | None = None) -> int:
     if for_json and args.json_schema is None and not many:
         p.error("--json-lenient and --json-whitespace go with --json-schema")
     try:
+        if args.speculative is not None:
+            speculative.check(args.speculative, args.spec_tokens, args.verify)
         fields, template = _fields(args), dict(args.template)
         params = SamplingParams(**with_flags(fields, {}))
         if params.constraint:

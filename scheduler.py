@@ -15,6 +15,8 @@ The data      tokens:   | prompt ............................. | generated ... |
                  ^--------preempt-------'      both lists by (priority, arrival)
               a step of budget 8:   A 1   B 1   C 1 (decodes)   D 5 of 14 prompt tokens
               request, samples = 3:   prompt ......... last row --fork--> 3 requests
+              with a draft of 3 guesses:   | known, not yet seen | guesses |  n reaches over both;
+                         guesses that were wrong do not count as computed
 
 Invariants    1. within a priority nobody overtakes: who waits came after all who run
               2. waiting: nothing held in the cache, computed == 0
@@ -43,8 +45,8 @@ from dataclasses import dataclass, field
 class Request:
     """One sequence on its way through the engine.
 
-    `tokens` holds committed ids only: the prompt, then what was generated; `draft` the
-    proposals of this step, which go through the model after them. `computed` tokens have
+    `tokens` holds committed ids only: the prompt, then what was generated; `draft` this
+    step's guesses of the next ones, which go through the model after them. `computed` tokens have
     their keys and values in the cache. `samples` counts the sequences that will come out of
     this one, itself included, until it forks; then it is 1. `params` is opaque here.
     """

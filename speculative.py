@@ -333,6 +333,12 @@ class Costs:
         self.between: dict[int, float] = {}  # rows -> seconds, of what was asked for before
         self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
+    def line(self) -> str:
+        """What was measured, for people."""
+        shown = [(n, 1e3 * s) for n, s in zip(self.rows, self.seconds) if n in (1, 4, 16, 48)]
+        times = ", ".join(f"{ms:.1f} with {n}" for n, ms in shown)
+        return f"steps    ms by rows: {times} (timed now, to know what guesses cost)"
+
     def step_s(self, rows: int, parts: int = 0) -> float:
         """parts: different numbers of guesses that its requests have, 0 apart.
 
@@ -493,6 +499,7 @@ class Tally:
 
     @property
     def usage(self) -> dict[str, int]:
+        """For Output.usage: steps it was sampled in, guesses verified, and those that stayed."""
         return {"rounds": self.rounds, "guesses": self.guesses, "guesses_accepted": self.accepted}
 
     @property
@@ -647,8 +654,9 @@ class Speculation:
         ]
         if t.spent_s and t.expected_s:
             lines.append(
-                f"speed-up {t.speedup:.2f} times plain decoding, of {1e3 * t.plain_s / t.tokens:.1f}"
-                f" ms a token by its own measure; {t.expected_speedup:.2f} was expected"
+                f"speed-up {t.speedup:.2f} times plain decoding: {1e3 * t.spent_s / t.tokens:.1f} ms"
+                f" a token, by its own measure {1e3 * t.plain_s / t.tokens:.1f} without guesses;"
+                f" {t.expected_speedup:.2f} times was expected"
             )
         return lines
 
@@ -1710,15 +1718,12 @@ def agreement(head: Linear, texts: list[Text], most: int = 2) -> list[float]:
 def _draft_model(name: str, target: Model, checkpoint: Checkpoint) -> DraftModel:
     """Any model that `model.find` finds, in the target's type. In the 4 bits of its file, if the
     target has low-bit weights too."""
-    try:
-        own = models.load(models.find(name)[0])
-        _same_vocabulary(checkpoint, own)
-        device, dtype = target.embedding.device, target.embedding.dtype
-        stored = target.low and models.stores_four_bits(own, device, dtype)
-        how = "stored" if stored else None
-        return DraftModel(target, Model(own.config, own.tensors, device, dtype, quantize=how))
-    except ValueError as error:
-        raise ValueError(f"speculative draft:{name}: {error}") from None
+    own = models.load(models.find(name)[0])
+    _same_vocabulary(checkpoint, own)
+    device, dtype = target.embedding.device, target.embedding.dtype
+    stored = target.low and models.stores_four_bits(own, device, dtype)
+    how = "stored" if stored else None
+    return DraftModel(target, Model(own.config, own.tensors, device, dtype, quantize=how))
 
 
 def _same_vocabulary(target: Checkpoint, own: Checkpoint):
@@ -1758,17 +1763,39 @@ DRAFTERS = {  # name -> what makes one: (path, target, its checkpoint) -> Drafte
     "dflash": lambda path, target, checkpoint: DFlash(path, target),
     "linear": Linear.load,
 }
-PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "PATH"}  # that need one
+PATHS = {"draft": "MODEL", "eagle": "PATH", "dflash": "PATH", "linear": "FILE"}  # that need one
 
 
-def drafter(name: str, target: Model, checkpoint: Checkpoint) -> Drafter:
-    """The drafter of a name such as "ngram" or "eagle:PATH", for a target. ValueError: there is
-    none, or it does not go with the target."""
+def named(name: str) -> tuple[str, str]:
+    """The kind and the path of a name such as "ngram" or "eagle:PATH". ValueError: it is none."""
     kind, colon, path = name.partition(":")
     if kind not in DRAFTERS or bool(path) != (kind in PATHS) or bool(colon) != bool(path):
         known = [f"{x}:{PATHS[x]}" if x in PATHS else x for x in DRAFTERS]
         raise ValueError(f"speculative {name!r} is not {' or '.join(known)}")
-    return DRAFTERS[kind](path, target, checkpoint)
+    return kind, path
+
+
+def check(drafter: "str | Drafter", fixed: int | None, rule: str):
+    """ValueError: this cannot be asked for, whatever the target."""
+    if rule not in RULES:
+        raise ValueError(f"verify {rule!r} is not {' or '.join(RULES)}")
+    if fixed is not None and not 1 <= fixed <= MOST:
+        raise ValueError(f"spec_tokens {fixed} is not from 1 to {MOST}")
+    if not isinstance(drafter, Drafter):
+        named(str(drafter))
+
+
+def drafter(name: str, target: Model, checkpoint: Checkpoint) -> Drafter:
+    """The drafter of a name, for a target. ValueError: there is none, or it does not go with the
+    target."""
+    kind, path = named(name)
+    try:
+        return DRAFTERS[kind](path, target, checkpoint)
+    except ValueError as error:
+        why = str(error).replace(models.WAYS, "").rstrip(" .")  # those are about --model
+        for said in (f"speculative {name}: ", f"{path or name}: "):
+            why = why.removeprefix(said)
+        raise ValueError(f"speculative {name}: {why}") from None
 
 
 # ---------------------------------------------------------------- the experiment

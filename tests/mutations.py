@@ -5769,8 +5769,8 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        "        _same_vocabulary(checkpoint, own)",
-        "        pass",
+        "    _same_vocabulary(checkpoint, own)",
+        "    pass",
         "a model of another vocabulary drafts",
         "tests/test_speculation.py -k test_what_cannot_be_a_draft_model",
     ),
@@ -5790,9 +5790,44 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        '        raise ValueError(f"speculative draft:{name}: {error}") from None',
+        '        why = str(error).replace(models.WAYS, "").rstrip(" .")  # those are about --model',
+        "        why = str(error)",
+        "a drafter that is not there is told to leave --model out",
+        "tests/test_speculative.py -k test_any_model_of_the_same_vocabulary_is_a_drafter",
+    ),
+    (
+        "generate.py",
+        "        self._check_drafter(speculative, spec_tokens, verify)",
+        "        pass",
+        "a model is loaded before a drafter of no kind is refused",
+        "tests/test_speculation.py -k refuses_it_before_a_model",
+    ),
+    (
+        "generate.py",
+        "            speculative.check(args.speculative, args.spec_tokens, args.verify)",
+        "            pass",
+        "wrong usage is a failure",
+        "tests/test_speculation.py -k nobody_can_guess_by",
+    ),
+    (
+        "generate.py",
+        '    alone = usage["rounds"] == engine.speculation.tally.rounds',
+        "    alone = True",
+        "what came of all answers' guesses is said of one",
+        "tests/test_speculation.py -k account_tells_of_guesses",
+    ),
+    (
+        "speculative.py",
+        "        shown = [(n, 1e3 * s) for n, s in zip(self.rows, self.seconds) if n in (1, 4, 16, 48)]",
+        "        shown = [(n, s) for n, s in zip(self.rows, self.seconds) if n in (1, 4, 16, 48)]",
+        "seconds are called ms",
+        "tests/test_speculative_costs.py -k lines_for_people",
+    ),
+    (
+        "speculative.py",
+        '        raise ValueError(f"speculative {name}: {why}") from None',
         "        raise",
-        "what is wrong with a draft model is said as if of the model",
+        "what is wrong with a drafter is said as if of the model",
         "tests/test_speculative.py -k test_any_model_of_the_same_vocabulary_is_a_drafter",
     ),
     (
@@ -5909,6 +5944,125 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
+        "        self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]",
+        "        self.seconds = [max(points[n] for n in self.rows[: i + 1]) for i in range(len(self.rows))]",
+        "one step that took long makes all larger ones long",
+        "tests/test_speculative_costs.py -k test_a_step_that_took_long_once",
+    ),
+    (
+        "speculative.py",
+        "        return self._measured(rows, parts) * self.off[parts > 0]",
+        "        return self._measured(rows, parts)",
+        "what steps take corrects nothing",
+        "tests/test_speculative_costs.py -k test_what_steps_take_corrects",
+    ),
+    (
+        "speculative.py",
+        "            self.off[1] += 0.02 * (self.off[0] - self.off[1])",
+        "            pass",
+        "steps with guesses stay as dear as they once were, and are never tried again",
+        "tests/test_speculative_costs.py -k test_what_steps_take_corrects",
+    ),
+    (
+        "speculative.py",
+        "        for j in range(right + wrong):\n            tried = self.tried.get",
+        "        for j in range(right + 1):\n            tried = self.tried.get",
+        "a guess that was not reached counts as wrong",
+        "tests/test_speculative_costs.py -k test_what_is_not_reached",
+    ),
+    (
+        "speculative.py",
+        "            fade = 1.0 if tried < self.MEMORY else 1 - 1 / self.MEMORY",
+        "            fade = 1.0",
+        "rates never forget",
+        "tests/test_speculative_costs.py -k test_old_rates_fade",
+    ),
+    (
+        "speculative.py",
+        "        luck = (right + self.WEIGHT) / (expected + self.WEIGHT)",
+        "        luck = 1.0",
+        "a request has the luck of all others",
+        "tests/test_speculative_costs.py -k test_a_request_has_luck_of_its_own",
+    ),
+    (
+        "speculative.py",
+        "        rates = [min(rate * luck, max(rate, 0.98)) for rate in self.rates(kind, most)]",
+        "        rates = [rate * luck for rate in self.rates(kind, most)]",
+        "a lucky guess is more than certain",
+        "tests/test_speculative_costs.py -k test_a_request_has_luck_of_its_own",
+    ),
+    (
+        "speculative.py",
+        "        score = gain - sampled * math.log(seconds / plain_s)",
+        "        score = gain - math.log(seconds / plain_s)",
+        "requests without guesses are slowed down for others",
+        "tests/test_speculative_costs.py -k test_nobody_is_slowed_down",
+    ),
+    (
+        "speculative.py",
+        "            order.append((-math.log1p(chance / tokens), j, r))",
+        "            order.append((-math.log1p(chance), j, r))",
+        "a later guess counts as much as a first one",
+        "tests/test_speculative_costs.py -k test_no_other_counts_promise",
+    ),
+    (
+        "speculative.py",
+        "            longest, making_s = j + 1, guessing_s(j + 1)",
+        "            longest, making_s = j + 1, 0.0",
+        "making guesses takes no time",
+        "tests/test_speculative_costs.py -k test_the_time_of_making_guesses_counts",
+    ),
+    (
+        "speculative.py",
+        "            parts -= not lengths[j]",
+        "            pass",
+        "lengths that no draft has any more still cost",
+        "tests/test_speculative_costs.py -k test_drafts_of_different_lengths",
+    ),
+    (
+        "speculative.py",
+        "    found, best = (0, (tokens, plain_s)), sampled * math.log(MARGIN)",
+        "    found, best = (0, (tokens, plain_s)), 0.0",
+        "any gain is enough",
+        "tests/test_speculative_costs.py -k test_a_gain_of_less_than_the_margin",
+    ),
+    (
+        "speculative.py",
+        "            counts = [min(n, 1) for n in most]",
+        "            pass",
+        "a drafter that did not pay is never asked again",
+        "tests/test_speculative_costs.py -k test_a_drafter_that_does_not_pay",
+    ),
+    (
+        "speculative.py",
+        "            if right == len(came) < len(old.ids):",
+        "            if False:",
+        "guesses count as wrong that are not known to be",
+        "tests/test_speculative_costs.py -k test_free_guesses_are_learnt",
+    ),
+    (
+        "speculative.py",
+        "        for known in (self.drafts, self.watched, self.acceptance.own):",
+        "        for known in (self.drafts,):",
+        "what is known of ended requests stays",
+        "tests/test_speculative_costs.py -k test_what_a_request_that_ended",
+    ),
+    (
+        "speculative.py",
+        "            took = self.costs.step_s(rows + sum(most), len({*most} - {0}))",
+        "            took = self.costs.step_s(rows, len({*most} - {0}))",
+        "a fixed number of guesses is expected to cost no rows",
+        "tests/test_speculative_costs.py -k test_what_is_expected_is_what_comes",
+    ),
+    (
+        "speculative.py",
+        "        t.plain_s += tokens * plain_s",
+        "        t.plain_s += sampled * plain_s",
+        "the speed-up forgets what guesses brought",
+        "tests/test_speculative_costs.py -k test_what_is_expected_is_what_comes",
+    ),
+    (
+        "speculative.py",
         "        self.known.pop(kind, None)",
         "        pass",
         "rates are kept though more was counted",
@@ -5916,52 +6070,10 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "speculative.py",
-        "            parts -= not lengths[j]",
-        "            pass",
-        "drafts that grew still count as of their old length",
-        "tests/test_speculative_costs.py -k attend_apart",
-    ),
-    (
-        "speculative.py",
-        "            longest, making_s = j + 1, guessing_s(j + 1)",
-        "            longest, making_s = j + 1, 0.0",
-        "making guesses takes no time",
-        "tests/test_speculative_costs.py -k the_time_of_making",
-    ),
-    (
-        "speculative.py",
-        "        score = gain - sampled * math.log(seconds / plain_s)",
-        "        score = gain - math.log(seconds / plain_s)",
-        "a step that is longer slows down one request only",
-        "tests/test_speculative_costs.py -k anothers_sake",
-    ),
-    (
-        "speculative.py",
-        "                return  # the rest is not known yet",
-        "                pass",
-        "a guess that has not come yet counts as right",
-        "tests/test_speculative_costs.py -k learnt_from",
-    ),
-    (
-        "speculative.py",
         "            fade = 1 - min((right + wrong) / self.OWN, 1)",
         "            fade = 1",
         "a request's luck is for life",
         "tests/test_speculative_costs.py -k luck_of_its_own",
-    ),
-    (
-        "speculative.py",
-        "        for known in (self.drafts, self.watched, self.acceptance.own):",
-        "        for known in (self.drafts, self.acceptance.own):",
-        "a request that ended is watched for ever",
-        "tests/test_speculative_costs.py -k that_ended",
-    ),
-    (
-        "speculative.py",
-        "        self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]",
-        "        self.seconds = [points[n] for n in self.rows]",
-        "a step that took long once makes larger ones look cheap",
-        "tests/test_speculative_costs.py -k took_long_once",
     ),
     (
         "speculative.py",
@@ -5984,7 +6096,8 @@ LOADED = [
     "torch",
     "numpy",
     "gguf",
-    "jinja2",
+    "jinja2.ext",
+    "jinja2.sandbox",
     "regex",
     "safetensors.torch",
     "tiktoken",
@@ -5998,10 +6111,11 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
     """None if the test goes red, else what happened. `folder` is a copy of the project."""
     file, before, after, _, test = mutation
     path, log = folder / file, folder / "log.txt"
-    original = path.read_text()
+    original, times = path.read_text(), path.stat()
     if original.count(before) != 1:
         return f"{original.count(before)} places are {before!r}"
     path.write_text(original.replace(before, after))
+    os.utime(path, (times.st_atime, times.st_mtime + 10))  # not what was compiled before
     try:
         for _ in range(2):
             run = SERVER.Process(target=run_tests, args=(folder, test, log))
@@ -6015,12 +6129,18 @@ def survives(folder: Path, mutation: tuple[str, str, str, str, str]) -> str | No
                 break
     finally:
         path.write_text(original)
+        os.utime(path, (times.st_atime, times.st_mtime))
     if run.exitcode == 1:  # tests ran and failed; 2 to 5 are pytest's own troubles
         return None
     return f"pytest ended with {run.exitcode}: {log.read_text()[-300:]}"
 
 
-def run_tests(folder: Path, test: str, log: Path):
+def compiled(folder: Path, log: Path):
+    """Compile the project and its tests, once: what a mutation leaves as it was need not be."""
+    run_tests(folder, "tests --collect-only", log, write=True)
+
+
+def run_tests(folder: Path, test: str, log: Path, write: bool = False):
     """Run tests in a fresh process: its exit code is pytest's, its output goes to a file."""
     os.setsid()  # so that what it starts can be ended with it
     os.chdir(folder)
@@ -6028,9 +6148,9 @@ def run_tests(folder: Path, test: str, log: Path):
     os.dup2(output, 1), os.dup2(output, 2)
     os.environ |= {
         "TRITON_INTERPRET": "1" if "triton_cases" in test else "0",
-        "PYTHONDONTWRITEBYTECODE": "1",  # else what was compiled a moment ago would run
+        "PYTHONDONTWRITEBYTECODE": "" if write else "1",  # of a mutation nothing stays
     }
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = not write
     sys.path = [p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "tests")]
     import pytest
 
@@ -6046,9 +6166,15 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folders: queue.Queue[Path] = queue.Queue()  # a copy of the project for each job
         ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache")
-        for job in range(jobs):
+        first = Path(temporary) / "octavo0"
+        shutil.copytree(ROOT, first, ignore=ignore)
+        compiling = SERVER.Process(target=compiled, args=(first, first / "log.txt"))
+        compiling.start()
+        compiling.join()
+        folders.put(first)
+        for job in range(1, jobs):
             folders.put(Path(temporary) / f"octavo{job}")
-            shutil.copytree(ROOT, Path(temporary) / f"octavo{job}", ignore=ignore)
+            shutil.copytree(first, Path(temporary) / f"octavo{job}")
 
         def run(mutation) -> tuple[str | None, float]:
             folder, started = folders.get(), time.perf_counter()

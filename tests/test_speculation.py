@@ -33,6 +33,8 @@ from test_speculative_linear import right
 from tiny import with_head
 
 GOLDEN = Path(__file__).parent / "golden"
+
+torch.set_num_threads(1)
 KINDS = ["qwen3", "qwen2_sliding", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "gemma3"]
 HOW = ["right", "wrong", "alternating", "random"]
 
@@ -614,13 +616,13 @@ def any_engine(seed: int):
 
 @pytest.mark.parametrize("part", range(2))
 def test_any_guesses_in_any_engine_change_nothing(part):
-    assert sum(any_engine(seed) for seed in range(6 * part, 6 * part + 6)) > 10
+    assert sum(any_engine(seed) for seed in range(4 * part, 4 * part + 4)) > 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_any_guesses_in_any_engine_change_nothing_wide(part):
-    assert sum(any_engine(seed) for seed in range(100 + 30 * part, 130 + 30 * part)) > 100
+    assert sum(any_engine(seed) for seed in range(100 + 10 * part, 110 + 10 * part)) > 30
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -757,7 +759,7 @@ def interrupt(engine: Engine, where: str, after: bool):
     whole = getattr(owner, name)
 
     def interrupted(*given):
-        if engine.counts.steps < 7:
+        if engine.counts.steps < (7 if engine.scheduler.budget < 9 else 4):
             return whole(*given)
         setattr(owner, name, whole)
         if after:
@@ -1785,3 +1787,39 @@ def test_fit_takes_no_flags_of_an_answer(more, tmp_path, capsys):
 def test_fit_names_a_file_that_cannot_be_written(tmp_path, capsys):
     assert generate.main(["--fit", str(tmp_path / "no" / "head")]) == 1
     assert "no file that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["nonsense"], [""], ["draft:"], ["ngram:x"], ["mtp:x"], ["linear"],
+        ["ngram", "--spec-tokens", "0"], ["ngram", "--spec-tokens", "65"],
+        ["ngram", "--verify", "perhaps"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_nobody_can_guess_by_is_wrong_usage_before_a_model_is_looked_for(flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--prompt", "x", "--model", "/none", "--speculative", *flags])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 2, "the usage, and one sentence"
+
+
+def test_the_engine_refuses_it_before_a_model_is_looked_for():
+    with pytest.raises(ValueError, match="spec_tokens 65 is not from 1 to 64"):
+        Engine("/none", speculative="ngram", spec_tokens=65)
+    with pytest.raises(ValueError, match="verify 'perhaps' is not sample or reject"):
+        Engine("/none", speculative="ngram", verify="perhaps")
+
+
+def test_the_account_tells_of_guesses():
+    engine = text_engine(speculative="ngram", spec_tokens=3)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    one = engine.generate("ababab", params)[0]
+    lines = generate.summary(engine, one).splitlines()
+    assert any(line.startswith("guesses  ngram: ") for line in lines)
+    assert not any("in all answers so far" in line for line in lines)
+    two = engine.generate("ababab", params)[0]
+    assert "in all answers so far" in generate.summary(engine, two)
+    batch = generate.Batch(engine, [], {}, {})
+    assert "\nguesses   ngram: " in batch.summary() and "\nspeed-up  " in batch.summary()

@@ -1593,7 +1593,9 @@ def test_any_model_of_the_same_vocabulary_is_a_drafter(tmp_path):
         == refusal("draft:")[:20].replace("draft:", "draft") + refusal("draft")[19:]
     )
     nowhere = tmp_path / "nowhere.gguf"
-    assert refusal(f"draft:{nowhere}") == f"speculative draft:{nowhere}: {nowhere}: no such file"
+    assert refusal(f"draft:{nowhere}") == f"speculative draft:{nowhere}: no such file"
+    for kind in ("draft", "eagle", "dflash"):  # and no word of --model
+        assert refusal(f"{kind}:none") == f"speculative {kind}:none: no such file or folder"
     assert refusal(f"draft:{tmp_path}").endswith(
         f"{tmp_path}: no config.json, so not a model folder"
     )

@@ -75,9 +75,8 @@ def test_drafts_of_different_lengths_attend_apart_and_that_costs():
     assert choose(Costs(points), chances, 2, 2) == ([2, 1], (4.0, 13.0))
     assert choose(Costs(points, apart=1.0), chances, 2, 2) == ([1, 1], (3.4, 13.0))
     assert choose(Costs(points, apart=9.0), chances, 2, 2)[0] == [0, 0]
-    flat = Costs({1: 10.0, 9: 10.0}, apart=1.0)
-    counts, (tokens, seconds) = choose(flat, [[0.9, 0.6]] * 2, 2, 2)
-    assert counts == [2, 2] and tokens == pytest.approx(5) and seconds == 11, "of one length again"
+    alike = choose(Costs({2: 10.0, 9: 10.0}, apart=1.0), [[0.9, 0.8]] * 2, 2, 2)
+    assert alike == ([2, 2], (pytest.approx(5.4), 11.0)), "both of two: one length again"
 
 
 def test_nobody_is_slowed_down_for_anothers_sake():
@@ -317,14 +316,24 @@ def test_what_a_request_that_ended_had_is_forgotten():
     speculation.costs = Costs({1: 1.0, 9: 1.0})
     speculation.propose([request], [3], 1, None)
     assert speculation.watched and speculation.drafts and speculation.drafter.known
+    speculation.acceptance.count(1, 1, True, request)
     speculation.keep([])
     assert not (speculation.watched or speculation.drafts or speculation.drafter.known)
+    assert not speculation.acceptance.own
 
 
 def test_the_lines_for_people():
     found = rounds([0.9] * 4, Costs({n: s / 1e3 for n, s in CPU.items()}), 200, fixed=4)
     first, second = found.lines()
     assert "of 800 accepted" in first and "tokens a round in 200 rounds" in first
-    assert "times plain decoding, of 10.0 ms a token" in second
+    assert "times plain decoding: " in second
+    assert "ms a token, by its own measure 10.0 without guesses; " in second
+    times = found.tally.spent_s / found.tally.tokens
+    assert f": {1e3 * times:.1f} ms a token" in second
     assert len(Speculation(Coin([])).lines()) == 1, "nothing has been measured"
     assert speculative.SIZES[0] == 1
+    line = Costs({1: 0.01, 3: 0.0125, 4: 0.0135, 17: 0.03}).line()
+    assert (
+        line
+        == "steps    ms by rows: 10.0 with 1, 13.5 with 4 (timed now, to know what guesses cost)"
+    )

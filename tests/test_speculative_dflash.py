@@ -16,6 +16,8 @@ from speculative import DFlash, agreed, dflash_layers
 
 DFLASH_BLOCK, DFLASH_MASK, DFLASH_WIDE, DFLASH_VOCAB = 5, 95, 32, 96
 
+torch.set_num_threads(1)
+
 
 def dflash_fields(layers: int = 2, **more) -> dict:
     """The config.json of a tiny head; its heads, rope and eps are not the target's."""

@@ -12,6 +12,8 @@ from sample import Row, SamplingParams
 from speculative import Linear, Text, agreement, fit
 
 E, V = 16, 40
+torch.set_num_threads(1)
+
 GREEDY = SamplingParams(temperature=0).with_defaults({})
 
 
@@ -276,5 +278,5 @@ def test_a_file_that_is_none_or_another_model_s_is_refused(what, saved):
 
 @pytest.mark.parametrize("name", ["linear", "linear:"])
 def test_a_path_is_needed(name):
-    with pytest.raises(ValueError, match="linear:PATH"):
+    with pytest.raises(ValueError, match="linear:FILE"):
         speculative.drafter(name, Exact(), CHECKPOINT)

@@ -389,11 +389,8 @@ class Engine:
     def _rows(self, request: Request) -> list[Row]:
         """The rows a request is sampled from: each of its draft's, then its last one, that once
         for each sample that it forks into."""
-        tokens, draft, guide = (
-            request.tokens,
-            request.draft,
-            request.stream and request.stream.guide,
-        )
+        tokens, draft = request.tokens, request.draft
+        guide = request.stream and request.stream.guide
         masks = [None] * (1 + len(draft)) if guide is None else guide.masks(len(draft))
         seeds = [request.seed] * len(draft)
         seeds += [sample_seed(request.seed, i) for i in range(request.samples)]
@@ -454,8 +451,7 @@ class Engine:
         """What came of the last step's guesses, and guesses for the next step."""
         speculation = self.speculation
         if record.prompt_rows == 0 and not self.drafter_failed:
-            took = record.ended - record.began
-            speculation.account(took, record.guesses)
+            speculation.account(record.ended - record.began, record.guesses)
         self._keep(self.scheduler.running)
         with self._drafting():
             if not self.drafter_failed:

@@ -200,6 +200,8 @@ def believed(draft: Draft, vocab: int, device) -> Tensor:
 
 # ---------------------------------------------------------------- who guesses
 
+MOST = 64  # guesses a round, of any drafter
+
 
 class Drafter:
     """Guesses what comes next: what all of them answer, and how one that needs nothing does.
@@ -269,6 +271,8 @@ class NGram(Drafter):
 
     def _look_up(self, request, tokens: list[int], count: int) -> Draft:
         done, ends = self.known.get(request, (0, {}))
+        if done > len(tokens):  # it began again
+            done, ends = 0, {}
         self._enter(tokens, done, ends)
         self.known[request] = len(tokens), ends
         end = self._match(tokens, ends)
@@ -326,6 +330,7 @@ class Costs:
         # One of fewer rows is not slower: what else the machine does only makes steps longer.
         self.seconds = [min(points[n] for n in self.rows[i:]) for i in range(len(self.rows))]
         self.apart = apart
+        self.between: dict[int, float] = {}  # rows -> seconds, of what was asked for before
         self.off = [1.0, 1.0]  # times as long as measured: without guesses, and with some
 
     def line(self) -> str:
@@ -341,12 +346,18 @@ class Costs:
         return self._measured(rows, parts) * self.off[parts > 0]
 
     def _measured(self, rows: int, parts: int) -> float:
+        if rows not in self.between:
+            self.between[rows] = self._straight(rows)
+        return self.between[rows] + parts * self.apart
+
+    def _straight(self, rows: int) -> float:
         x, y = self.rows, self.seconds
+        rows = max(rows, x[0])  # fewer than were measured take as long
         if len(x) == 1:
-            return y[0] * max(rows / x[0], 1) + parts * self.apart
+            return y[0] * rows / x[0]
         i = min(max(bisect_left(x, rows), 1), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return y[i] + slope * (rows - x[i]) + parts * self.apart
+        return y[i - 1] + slope * (rows - x[i - 1])
 
     def saw(self, rows: int, parts: int, seconds: float):
         """Such a step took so long. With nothing seen of guesses, both go the same way."""
@@ -369,6 +380,7 @@ class Acceptance:
         self.tried: dict[tuple[int, int], float] = {}
         self.right: dict[tuple[int, int], float] = {}
         self.own: dict[object, tuple[float, float]] = {}  # request -> right, and expected
+        self.known: dict[int, list[float]] = {}  # kind -> its rates, until more is counted
 
     def count(self, kind: int, right: int, wrong: bool, request=None):
         """The first `right` guesses were right, and the one after them wrong, or none came."""
@@ -377,6 +389,7 @@ class Acceptance:
             fade = 1 - min((right + wrong) / self.OWN, 1)
             expected = fade * expected + sum(self.rates(kind, right + wrong))
             self.own[request] = fade * own + right, expected
+        self.known.pop(kind, None)
         for j in range(right + wrong):
             tried = self.tried.get((kind, j), 0.0)
             fade = 1.0 if tried < self.MEMORY else 1 - 1 / self.MEMORY
@@ -385,12 +398,12 @@ class Acceptance:
 
     def rates(self, kind: int, most: int) -> list[float]:
         """Of anyone's guesses 1, 2, ... `most`, each given that those before it were right."""
-        rates, rate = [], self.prior(kind)
-        for j in range(most):
-            tried, right = (x.get((kind, j), 0.0) for x in (self.tried, self.right))
-            rate = (right + self.WEIGHT * rate) / (tried + self.WEIGHT)
-            rates.append(rate)
-        return rates
+        rates = self.known.setdefault(kind, [])
+        for j in range(len(rates), most):
+            tried, right = self.tried.get((kind, j), 0.0), self.right.get((kind, j), 0.0)
+            rate = rates[-1] if rates else self.prior(kind)
+            rates.append((right + self.WEIGHT * rate) / (tried + self.WEIGHT))
+        return rates[:most]
 
     def survival(self, kind: int, most: int, request=None) -> list[float]:
         """The chance that guess 1, 2, ... `most` is accepted with all before it."""
@@ -426,15 +439,18 @@ def choose(
     order.sort()
     plain_s, gain, tokens = costs.step_s(rows), 0.0, float(sampled)
     found, best = (0, (tokens, plain_s)), sampled * math.log(MARGIN)
-    longest, lengths = 0, Counter()  # of drafts
-    for m, (less, j, r) in enumerate(order, 1):
-        gain, tokens, longest = gain - less, tokens + chances[r][j], max(longest, j + 1)
+    lengths = [0] * (1 + max(map(len, chances), default=0))  # how many drafts have each
+    longest, parts, making_s = 0, 0, 0.0
+    for m, (less, j, r) in enumerate(order, 1):  # a draft of j gets one more
+        gain, tokens = gain - less, tokens + chances[r][j]
+        if j == longest:
+            longest, making_s = j + 1, guessing_s(j + 1)
+        parts += not lengths[j + 1]
         lengths[j + 1] += 1
-        if lengths[j] == 1:
-            del lengths[j]
-        elif j:
+        if j:
             lengths[j] -= 1
-        seconds = costs.step_s(rows + m, len(lengths)) + guessing_s(longest)
+            parts -= not lengths[j]
+        seconds = costs.step_s(rows + m, parts) + making_s
         score = gain - sampled * math.log(seconds / plain_s)
         if score > best:
             best, found = score, (m, (tokens, seconds))
@@ -444,6 +460,7 @@ def choose(
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48)  # rows of the steps that are measured
 MARGIN = 1.02  # times as fast, or guesses are not worth their noise
+PROBE = 64  # rounds without a guess, after which a drafter is asked for one
 
 
 @dataclass
@@ -644,18 +661,12 @@ class Speculation:
         return lines
 
 
-PROBE = 64  # rounds without a guess, after which a drafter is asked for one
-
-
-MOST = 64  # guesses a round
-
-
 # ---------------------------------------------------------------- drafters with a cache of their own
 
 
 class Cached(Drafter):
     """A drafter with a cache of its own: contiguous, a slot for each request that it holds. Who
-    finds no slot free is not guessed for. A subclass has
+    finds no slot free is not guessed for. A subclass that makes one guess after another has
 
         _catch_up(requests) -> what `run` gives of the last row of each, all known rows computed
         run(state, tokens, step) -> (T, D) to go on from, (T, E) to score
@@ -762,6 +773,28 @@ class Cached(Drafter):
         keys = [noise_key(row.seed, row.domain, row.position) for row in rows]
         return [i if i >= 0 else None for i in draw(beliefs, keys).tolist()], list(beliefs)
 
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Logits (R, V) of the target's vocabulary from those of `ids` alone: -inf elsewhere."""
+        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole
+
+    def _fusion(self, take: models.Take, width: int, parts: int):
+        """The matrix `fc` of a head: of the residual streams after so many layers of the target,
+        side by side, it makes one feature."""
+        wide = parts * self.target.config.width
+        if "fc.weight" in take.left and (found := take.tensors["fc.weight"].shape[-1]) != wide:
+            raise ValueError(
+                f"fc.weight reads {found} numbers of a token, but {parts} layers of the target"
+                f" have {wide}"
+            )
+        return take.linear(["fc"], (width,), wide, False)[0]
+
+    def _turn(self, config: Config) -> tuple[Tensor, float]:
+        """How a head turns queries and keys, by its own config: what `rope_tables` wants."""
+        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
+        return frequencies.to(self.device), factor
+
     def _vocabulary(self, take: models.Take, count: int, vocab: int) -> Tensor:
         """The target's id of each of the head's: d2t (Vd,) says how much more it is, t2d (V,)
         which of the target's there are."""
@@ -806,11 +839,10 @@ class Chained(Cached):
         token        ..   x_s       guess 1 guess 2
         tells of     ..   guess 1   guess 2 guess 3
 
-    A subclass says what it reads of the target (`taps`, `hidden`), and has
+    A subclass says what it reads of the target (`taps`, `hidden`), and has beside `run` and `score`
 
-        fuse(features) -> (n, D)             the target's features as the head reads them
-        run(features, tokens, step) -> (T, D) to go on from, (T, E) to score
-        score(x) -> logits (R, V)            of the whole vocabulary, -inf where it has no id
+        fuse(features) -> (n, D)             the target's features as the head reads them: what
+                                             `run` takes as the state
     """
 
     def keep(self, requests):
@@ -1111,12 +1143,7 @@ class Eagle(Chained):
         names = [f"fc_norm.{i}.weight" for i in range(parts)]
         self.part_norms = [take(name, (wide,)) for name in names] if apart else []
         self.whole_norm = take("input_norm.weight", (parts * wide,)) if whole else None
-        if "fc.weight" in tensors and tensors["fc.weight"].shape[-1] != parts * wide:
-            raise ValueError(
-                f"fc.weight reads {tensors['fc.weight'].shape[-1]} numbers of a token, but {parts}"
-                f" layers of the target have {parts * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (D,), parts * wide, False)
+        self.fc = self._fusion(take, D, parts)
         self.embedding = target.embedding
         if "embed_tokens.weight" in tensors:
             self.embedding = take("embed_tokens.weight", (V, D))
@@ -1135,8 +1162,7 @@ class Eagle(Chained):
         take.finish()
         self.normed_residual = kv_cache.flag(fields, "norm_before_residual")
         self.normed_output = kv_cache.flag(fields, "norm_output")
-        frequencies, self.factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.frequencies = frequencies.to(self.device)
+        self.turn = self._turn(config)
 
     def fuse(self, features):
         if self.part_norms:
@@ -1148,7 +1174,7 @@ class Eagle(Chained):
         return kernels.linear(x, self.fc)
 
     def run(self, features, tokens, step):
-        tables = [kernels.rope_tables(step.positions, self.frequencies, self.factor)]
+        tables = [kernels.rope_tables(step.positions, *self.turn)]
         token = kernels.rms_norm(self.embedding[tokens], self.token_norm, self.eps)
         hidden = kernels.rms_norm(features, self.hidden_norm, self.eps)
         mixed = self.attention(torch.cat((token, hidden), -1), tables, step)
@@ -1158,10 +1184,7 @@ class Eagle(Chained):
         return normed if self.normed_output else x, normed
 
     def score(self, x):
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(logits), self.target.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
+        return self._spread(kernels.linear(x, self.head))
 
 
 EAGLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # model_types that its layer may be of
@@ -1279,12 +1302,7 @@ class DFlash(Cached):
             {_dflash_name(x): t for x, t in tensors.items()}, self.device, self.dtype
         )
         E, V, wide = config.width, target.config.vocab, target.config.width
-        if "fc.weight" in take.left and take.tensors["fc.weight"].shape[-1] != len(ids) * wide:
-            raise ValueError(
-                f"fc.weight reads {take.tensors['fc.weight'].shape[-1]} numbers of a token, but"
-                f" {len(ids)} layers of the target have {len(ids) * wide}"
-            )
-        self.fc, _ = take.linear(["fc"], (E,), len(ids) * wide, False)
+        self.fc = self._fusion(take, E, len(ids))
         self.feature_norm = take("hidden_norm.weight", (E,))
         causal = dflash_causal(fields, [spec.window for spec in config.specs])
         self.layers = [BlockLayer(take, i, config, own) for i, own in enumerate(causal)]
@@ -1301,8 +1319,7 @@ class DFlash(Cached):
             self.ids = self._vocabulary(take, kv_cache.positive(fields, "draft_vocab_size", V), V)
             self.head, _ = take.linear(["lm_head"], (len(self.ids),), E, False)
         take.finish()
-        frequencies, factor = models.inverse_frequencies(config.ropes[0], config.rotary)
-        self.turn = frequencies.to(self.device), factor
+        self.turn = self._turn(config)
 
     def most_for(self, request):
         held = self.held.get(request)
@@ -1346,13 +1363,10 @@ class DFlash(Cached):
         return normed
 
     def _score(self, x: Tensor) -> Tensor:
-        """x (R, E) -> logits (R, V) of the whole vocabulary, -inf where the head has no id."""
+        """x (R, E) -> logits (R, V) of the target's vocabulary, -inf where the head has no id."""
         if self.head is None:
             return self.target.logits(x)
-        logits = kernels.linear(x, self.head)
-        whole = logits.new_full((len(x), self.config.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
+        return self._spread(kernels.linear(x, self.head))
 
     def propose(self, requests, counts, rows):
         self._catch_up(requests)
@@ -1560,11 +1574,9 @@ class Linear(Chained):
         return x, x
 
     def score(self, x):
-        logits = x.new_full((len(x), self.target.config.vocab), -torch.inf)
         whole = self.head is None  # then the target's head says more than is asked
         known = self.target.logits(x)[:, self.ids] if whole else kernels.linear(x, self.head)
-        logits[:, self.ids] = known
-        return logits
+        return self._spread(known)
 
     def save(self, path: str, **said: str):
         """Write a file of it, and what is said of it. OSError: that cannot be."""

@@ -1262,6 +1262,15 @@ def test_a_look_up_leaves_the_tokens_alone():
     assert asking.tokens == [1, 2, 3, 1]
 
 
+def test_of_a_text_that_begins_again_nothing_is_known():
+    """1 2 was at its beginning once; what ended behind its end cannot be copied at all."""
+    drafter, asking = speculative.NGram(), Asking([1, 2, 3, 4, 5, 6, 4])
+    drafter.propose([asking], [2], None)
+    for tokens in ([7, 8, 1, 2], [5]):
+        asking.tokens = tokens
+        assert drafter.propose([asking], [2], None)[0].ids == []
+
+
 def test_n_grams_of_who_ended_are_forgotten():
     drafter = speculative.NGram()
     one, other = Asking([1, 2, 1]), Asking([1, 3, 1])

@@ -1674,6 +1674,8 @@ def summary(engine: Engine, output: Output) -> str:
             f"found    {usage['cached_tokens']:,} prompt tokens in the cache"
             + (f", which saved about {1e3 * saved:.0f} ms" if saved else "")
         )
+        if engine.speculation is not None and engine.speculation.begins_cold:
+            lines.append("         the drafter has seen nothing of these: its guesses begin cold")
     if "tpot_mean_s" in t:
         length = usage["prompt_tokens"] + usage["output_tokens"] / 2
         read = engine.model.read_bytes + engine.stored_bytes(int(length))
@@ -2966,6 +2968,8 @@ class Batch:
                 f"found     {counts.reused_tokens:,} prompt tokens in the cache ({share:.0%})"
                 + (f", which saved about {saved:.1f} s" if saved else "")
             )
+            if self.engine.speculation is not None and self.engine.speculation.begins_cold:
+                lines.append("          the drafter has seen nothing of these: it began cold")
         if self.guided:
             masks, forced = (
                 sum(usage[name] for usage, _ in self.guided) for name in ("masks", "forced_tokens")

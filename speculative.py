@@ -644,6 +644,13 @@ class Speculation:
         t.expected_plain_s += self.expected[0] * plain_s
         t.expected_s += self.expected[1] + self.asking_s
 
+    @property
+    def begins_cold(self) -> bool:
+        """Whether it lacks what the target computed of a prefix that was found in the cache: then
+        fewer guesses are right, and the text is the same."""
+        reads = bool(self.drafter.taps or self.drafter.hidden)
+        return reads and self.drafter.slot_bytes(1) > 0
+
     def lines(self) -> list[str]:
         """What people want to know."""
         t = self.tally

@@ -1244,6 +1244,18 @@ def test_a_head_changes_nothing_that_comes_out(family):
     assert engine.counts.reused_tokens > 0
 
 
+@pytest.mark.parametrize("drafter, cold", [("mtp", True), ("ngram", False)])
+def test_the_summary_says_when_a_drafter_begins_cold(drafter, cold, monkeypatch):
+    monkeypatch.setattr(generate, "read_bandwidth", lambda device: 1e10)
+    data = with_head(checkpoint("qwen3_5_text"))
+    engine = Engine(data, **BASE, kv_memory=2**22, speculative=drafter, spec_tokens=2)
+    for turn in range(2):
+        (output,) = engine.generate([[*range(3, 30)]], SamplingParams(max_tokens=3, seed=1))
+        text = generate.summary(engine, output)
+        assert ("prompt tokens in the cache" in text) == (turn == 1)
+        assert ("cold" in text) == (turn == 1 and cold)
+
+
 # so that the drafter has fewer slots than there are requests; where no states are, blocks lack too
 LITTLE = {"deepseek_v3": 60_000, "deepseek_v32": 60_000, "deepseek_v3_yarn": 40_000}
 LITTLE |= {"qwen3_next": 250_000, "qwen3_5_text": 130_000}

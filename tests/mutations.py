@@ -6165,7 +6165,7 @@ def main(words: list[str]) -> int:
     SERVER.set_forkserver_preload(LOADED)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folders: queue.Queue[Path] = queue.Queue()  # a copy of the project for each job
-        ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache")
+        ignore = shutil.ignore_patterns(".git", ".venv", ".slow", "__pycache__", ".pytest_cache")
         first = Path(temporary) / "octavo0"
         shutil.copytree(ROOT, first, ignore=ignore)
         compiling = SERVER.Process(target=compiled, args=(first, first / "log.txt"))

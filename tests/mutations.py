@@ -5653,7 +5653,7 @@ MUTATIONS: list[tuple[str, str, str, str, str]] = [
         "        return ALIKE.get(kind, 0.0)  # 0: nothing is alike, and there is no guess",
         "        return ALIKE[kind]",
         "a request without a match ends the step",
-        "tests/test_speculation.py -k test_n_grams_of_prompts_that_repeat_and_of_others",
+        "tests/test_speculative_costs.py -k test_where_nothing_is_alike",
     ),
     (
         "speculative.py",

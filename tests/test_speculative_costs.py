@@ -311,6 +311,14 @@ def test_a_guess_that_did_not_come_is_counted_once_as_wrong():
     assert [given[1:] for given in counted] == [(1, True, request)]
 
 
+def test_where_nothing_is_alike_nothing_is_guessed_and_nothing_is_expected():
+    speculation, request = Speculation(NGram()), Request([5, 6, 7, 8])
+    speculation.costs = Costs({1: 1.0, 9: 1.0})
+    (draft,) = speculation.propose([request], [9], 1, None)
+    assert (draft.ids, draft.kind, speculation.expected) == ([], 0, (1.0, 1.0))
+    assert speculation.acceptance.survival(0, 2) == [0.0, 0.0]
+
+
 def test_what_a_request_that_ended_had_is_forgotten():
     speculation, request = Speculation(NGram()), Request([5, 6, 5, 6, 5])
     speculation.costs = Costs({1: 1.0, 9: 1.0})

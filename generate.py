@@ -1533,8 +1533,8 @@ def timings(request: Request) -> dict[str, float]:
     """Seconds from one hand-over to the next; what has not happened yet is left out.
 
     TTFT: from received to the first piece of text handed on, or, where nobody streams, to the
-    first id made text. TPOT: the gap between sampled tokens, 0 between those of one step. Prefill: from the first step of a
-    prompt to the end of its last.
+    first id made text. TPOT: the gap between sampled tokens, 0 between those of one step.
+    Prefill: from the first step of a prompt to the end of its last.
     """
     s, tokens = request.stamps, request.token_stamps
     times: dict[str, float] = {}
@@ -3321,7 +3321,8 @@ def main(argv: list[str] | None = None) -> int:
             max_len=args.max_len, budget=args.budget, max_running=args.max_running,
             prefix_cache=not args.no_prefix_cache, policy=args.policy, static=args.static,
             reserve=args.reserve, graphs=args.graphs, jump=not args.no_jump,
-            speculative=speculative.Recorder() if args.fit else args.speculative, spec_tokens=args.spec_tokens, verify=args.verify,
+            speculative=speculative.Recorder() if args.fit else args.speculative,
+            spec_tokens=args.spec_tokens, verify=args.verify,
             say=None if args.quiet else say, progress=say.progress,
         )  # fmt: skip
         say.done()
